@@ -41,12 +41,13 @@ def locked(
 ) -> Iterator[int]:
     """Hold a kernel lock on the file during the block; yields its descriptor.
 
-    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies. Forks have a
-    copy, other children do not. An exclusive holder writes `note`, its pid and host into the file. The block may
-    remove or rename the file; waiters then lock whatever file has its name.
+    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies.
+    Forks have a copy, other children do not. An exclusive holder writes `note`, its pid and host
+    into the file. The block may remove or rename the file; waiters then lock whatever file has its
+    name.
 
-    Raises LockHeld after a second if the lock is held. With `waiting`, a description of what the holder does, the
-    call waits instead and logs the holder at increasing intervals.
+    Raises LockHeld after a second if the lock is held. With `waiting`, a description of what the
+    holder does, the call waits instead and logs the holder at increasing intervals.
     """
     began, say_at = time.monotonic(), 0.0
     while (descriptor := try_lock(path, shared=shared)) is None:
@@ -146,7 +147,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """fsync a file or folder, then rename it to its final name. Replaces an existing file, not a folder."""
+    """fsync a file or folder, then rename it to its final name. Replaces an existing file, not a
+    folder.
+    """
     if partial.is_dir():
         sync_tree(partial)
     else:
@@ -220,7 +223,9 @@ def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every differing leaf, in the order of `after`; UNSET if missing."""
+    """(dotted key, old value, new value) of every differing leaf, in the order of `after`; UNSET if
+    missing.
+    """
     old, new = leaves(before), leaves(after)
     pairs = [
         (key, old.get(key, UNSET), new.get(key, UNSET))

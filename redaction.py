@@ -34,22 +34,27 @@ def add_secret(secret: str | None) -> None:
 
 
 def add_secret_url(url: str) -> None:
-    """Make `redact` replace the secrets of a URL: user, password, and long parts of its path and query."""
+    """Make `redact` replace the secrets of a URL: user, password, and long parts of its path and
+    query.
+    """
     _added.update(_secrets_of_url(url))
 
 
 def redact(text: str) -> str:
     """Replace every known secret of at least MIN_SECRET_CHARS characters, also if percent-encoded.
 
-    Known secrets are those added, plus from the environment: values of variables whose name ends like a secret's
-    (API_KEY, TOKEN, PASS, DSN and others; any other KEY if its value has 16 or more characters with letters and
-    digits), passwords of URLs in any variable, and the secret parts of URLs if the name contains WEBHOOK.
+    Known secrets are those added, plus from the environment: values of variables whose name ends
+    like a secret's (API_KEY, TOKEN, PASS, DSN and others; any other KEY if its value has 16 or more
+    characters with letters and digits), passwords of URLs in any variable, and the secret parts of
+    URLs if the name contains WEBHOOK.
     """
     return redactor()(text)
 
 
 def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
-    """Return `redact` for many texts: it reads the environment once, for secrets of at least `min_chars`."""
+    """Return `redact` for many texts: it reads the environment once, for secrets of at least
+    `min_chars`.
+    """
     known = sorted(
         (one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True
     )
@@ -72,7 +77,9 @@ def redacted(value: Any) -> Any:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """True if an environment variable holds a secret, judged by its name or by a URL password in its value."""
+    """True if an environment variable holds a secret, judged by its name or by a URL password in
+    its value.
+    """
     return bool(
         _is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value)
     )

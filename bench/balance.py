@@ -1,4 +1,5 @@
-"""Compares longest-first balancing over ranks with Karmarkar-Karp, which verl uses: evenness and time.
+"""Compares longest-first balancing over ranks with Karmarkar-Karp, which verl uses: evenness and
+time.
 
 Example: .venv/bin/python bench/balance.py --sequences 16384 --ranks 64
 """
@@ -35,7 +36,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(
-        f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean cost per rank, and median time"
+        f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean cost per rank, and "
+        "median time"
     )
     print(f"{'lengths':<26}{'longest first':>24}{'Karmarkar-Karp':>26}{'speedup':>15}")
     for name, lengths in _lengths(arguments.sequences).items():
@@ -75,7 +77,9 @@ def _measure(
 
 
 def karmarkar_karp(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Largest differencing: repeatedly merge the two most uneven partitions, heavy shares with light ones."""
+    """Largest differencing: repeatedly merge the two most uneven partitions, heavy shares with
+    light ones.
+    """
     partitions: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, cost in enumerate(costs.tolist()):
         shares: list[tuple[float, list[int]]] = [(cost, [index])] + [

@@ -1,10 +1,11 @@
-"""Detection rate of change points in simulated series of runs, without a change and with one of known size.
+"""Detection rate of change points in simulated series of runs, without a change and with one of
+known size.
 
     python bench/change_points.py [--repeats 1000]
 
-Each line of the table shows the share of series with a change point: without a change, for three kinds of noise,
-and with a change of 1, 2 and 3 standard deviations in the middle. A false-alarm rate above 5 %, beyond simulation
-error, fails the benchmark.
+Each line of the table shows the share of series with a change point: without a change, for three
+kinds of noise, and with a change of 1, 2 and 3 standard deviations in the middle. A false-alarm
+rate above 5 %, beyond simulation error, fails the benchmark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Measures what digests cost a checkpoint: saves one state with and without them, alternating, in one process."""
+"""Measures what digests cost a checkpoint: saves one state with and without them, alternating, in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def main() -> None:
     without, with_digests = seconds.values()
     ratios = [b / a for a, b in zip(without, with_digests, strict=True)]
     print(
-        f"ratio {statistics.median(ratios):.3f}, of the minima {min(with_digests) / min(without):.3f}; "
+        f"ratio {statistics.median(ratios):.3f}, of the minima "
+        f"{min(with_digests) / min(without):.3f}; "
         f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
     )
 

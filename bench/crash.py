@@ -1,7 +1,7 @@
 """Kills a training many times, in every role, and compares its result with an undisturbed training.
 
-Parameters and optimizer state must be bit-identical, and so must metrics.jsonl except for times and memory.
-Prints a line per kill. Exit status 1 means that something differs.
+Parameters and optimizer state must be bit-identical, and so must metrics.jsonl except for times and
+memory. Prints a line per kill. Exit status 1 means that something differs.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def main() -> None:
         began = time.monotonic()
         num_kills = train_through_kills(killed, moments)
         print(
-            f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s"
+            f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in "
+            f"{time.monotonic() - began:.0f} s"
         )
         differing = differences(undisturbed.output, killed.output)
     print(
@@ -137,7 +138,9 @@ def main() -> None:
 
 
 def random_moments(roles: Sequence[Role], num_steps: int, rng: random.Random) -> list[Moment]:
-    """Draw a moment per role in the first four fifths of the training, so that every kill precedes its end."""
+    """Draw a moment per role in the first four fifths of the training, so that every kill precedes
+    its end.
+    """
     last = 0.8 * num_steps / len(roles)
     return [
         Moment(role, int((number + rng.random()) * last), rng.uniform(0, SPREAD_SECONDS))
@@ -168,7 +171,9 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """Returns the differences between two training outputs, one per line, ignoring times and memory."""
+    """Returns the differences between two training outputs, one per line, ignoring times and
+    memory.
+    """
     lines = [f"metrics.jsonl: {text}" for text in _metric_differences(expected, found)]
     checkpoints = [latest_checkpoint(output / "checkpoints") for output in (expected, found)]
     names = [checkpoint and checkpoint.name for checkpoint in checkpoints]
@@ -201,7 +206,8 @@ def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def victims(role: Role, process: SupervisedProcess) -> list[int]:
-    """Returns pids of the role: one rank or worker, the command itself, or the command with all descendants.
+    """Returns pids of the role: one rank or worker, the command itself, or the command with all
+    descendants.
 
     The raylet counts only once ranks exist.
     """

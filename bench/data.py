@@ -1,4 +1,6 @@
-"""Times the work on a training set before training: finding evaluation problems in it, and tokenizing it."""
+"""Times the work on a training set before training: finding evaluation problems in it, and
+tokenizing it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Pr
         rows, equal = {hit.row for hit in hits}, {hit.row for hit in hits if hit.is_equal}
         found = len({hit.item for hit in hits})
         print(
-            f"| {name} | {len(problems):,} | {found:,} | {len(rows):,} | {len(equal):,} | {seconds:.1f} |"
+            f"| {name} | {len(problems):,} | {found:,} | {len(rows):,} | {len(equal):,} | "
+            f"{seconds:.1f} |"
         )
 
 

@@ -140,13 +140,15 @@ def table(measurements: list[Measurement]) -> str:
     """The measurements as text; the ratio is relative to the throughput of the first row."""
     first = measurements[0].tokens_per_second
     lines = [
-        f"{NUM_PROMPTS} prompts x {GROUP_SIZE} responses, at most {MAX_RESPONSE_TOKENS} tokens each, "
+        f"{NUM_PROMPTS} prompts x {GROUP_SIZE} responses, at most {MAX_RESPONSE_TOKENS} tokens "
+        "each, "
         f"{measurements[0].mean_response_tokens:.0f} on average; medians of {NUM_ROUNDS} rounds",
         "engine threads  start s  warm-up s  tokens/s  ratio  CPU s/round  load weights s",
     ]
     lines += [
         f"{row.engine:6} {row.num_threads:7} {row.start_seconds:8.1f} {row.warm_up_seconds:10.2f} "
-        f"{row.tokens_per_second:9.0f} {row.tokens_per_second / first:6.2f} {row.cpu_seconds:12.2f} "
+        f"{row.tokens_per_second:9.0f} {row.tokens_per_second / first:6.2f} "
+        f"{row.cpu_seconds:12.2f} "
         f"{row.load_weights_seconds:15.3f}"
         for row in measurements
     ]

@@ -2,9 +2,9 @@
 
     python bench/evaluation.py [--items 500] [--pairs 5] [--compare] [--serve [--answers FILE]]
 
-Prints measured and required seconds per situation, and fails if a requirement is not met. AISBench against the
-same server takes 6 s without latency, 42 s for its command, and 14.4 s with 1 s of latency and 48 requests in
-flight; it scores HTTP 503 as wrong answers.
+Prints measured and required seconds per situation, and fails if a requirement is not met. AISBench
+against the same server takes 6 s without latency, 42 s for its command, and 14.4 s with 1 s of
+latency and 48 requests in flight; it scores HTTP 503 as wrong answers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class MockServer:
 
 
 def read_answers(path: Path) -> dict[str, str]:
-    """Return answers to MATH-500: by turns the solution, another spelling, named, in words, and a wrong one."""
+    """Return answers to MATH-500: by turns the solution, another spelling, named, in words, and a
+    wrong one.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {
         row["problem"]: _answer(index, row, rows[index - 1]["answer"])
@@ -199,12 +201,14 @@ def measure_beside_bare(
             own = _timed(lambda: evaluate(url, evaluation_set, folder, concurrency))
         ratios.append([ours / theirs for ours, theirs in zip(own, bare, strict=True)])
         print(
-            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})",
+            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU "
+            f"{own[1]:.2f})",
             flush=True,
         )
     seconds, cpu = map(statistics.median, zip(*ratios, strict=True))
     print(
-        f"{count} requests, {concurrency} in flight, {latency_seconds:g} s: {seconds:.2f}x, CPU {cpu:.2f}x"
+        f"{count} requests, {concurrency} in flight, {latency_seconds:g} s: {seconds:.2f}x, CPU "
+        f"{cpu:.2f}x"
     )
 
 
@@ -260,7 +264,8 @@ def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
         megabytes = (folders[0] / "results.jsonl").stat().st_size / 1e6
         print(
             f"compare {count} rows of {megabytes:.0f} MB a side: {time.monotonic() - start:.1f} s, "
-            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, peak memory {usage.ru_maxrss / 1000:.0f} MB"
+            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, peak memory "
+            f"{usage.ru_maxrss / 1000:.0f} MB"
         )
 
 
@@ -344,7 +349,8 @@ def main() -> None:
     ):
         seconds, right = measure_client(server, count) if server else (measure_command(count), 1.0)
         print(
-            f"{situation:28} {seconds:6.2f} s, at most {required_seconds:4.1f} s; {right:.1%} right",
+            f"{situation:28} {seconds:6.2f} s, at most {required_seconds:4.1f} s; {right:.1%} "
+            "right",
             flush=True,
         )
         missed += [situation] if seconds > required_seconds or right < 1 else []

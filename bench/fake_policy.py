@@ -1,4 +1,6 @@
-"""Counts the bytes a policy rank holds in each phase, with fake tensors and the true number of ranks."""
+"""Counts the bytes a policy rank holds in each phase, with fake tensors and the true number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,14 @@ Parts = dict[str, int]  # bytes by the tracker's categories, and their sum under
 
 
 def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) -> dict[str, Parts]:
-    """Returns what a rank holds at the peak of each phase, for two micro-batches of one longest sequence each.
+    """Returns what a rank holds at the peak of each phase, for two micro-batches of one longest
+    sequence each.
 
-    Runs the policy's own code: sharding, packing, TokenLogProbs, update. Only weight loading, the checkpoint
-    writer and the collectives are replaced. The second micro-batch finds the first one's gradients, the update
-    Adam's moments from an earlier one. The device is a CPU under train.dtype whose tensors have no memory, so
-    attention uses the CPU kernel. `folder` receives a model folder without weights.
+    Runs the policy's own code: sharding, packing, TokenLogProbs, update. Only weight loading, the
+    checkpoint writer and the collectives are replaced. The second micro-batch finds the first one's
+    gradients, the update Adam's moments from an earlier one. The device is a CPU under train.dtype
+    whose tensors have no memory, so attention uses the CPU kernel. `folder` receives a model folder
+    without weights.
     """
     write_model_folder(model_config, folder)
     with _fake_policy(folder, config) as policy:
@@ -122,7 +126,9 @@ class _Numbers(TorchDispatchMode):
 
 @contextmanager
 def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.Policy]:
-    """Build a rank's policy on fake tensors, among train.num_ranks ranks whose collectives return at once."""
+    """Build a rank's policy on fake tensors, among train.num_ranks ranks whose collectives return
+    at once.
+    """
     train = config.train
     # Take a rank whose slice of a row is all response tokens; rank 0's begins with the prompt.
     dist.init_process_group(

@@ -2,9 +2,9 @@
 
     python bench/grading.py FILE [--show 20] [--rules exact,aisbench,math-verify] [--finish-reason stop]
 
-FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response, or an answer
-on one line, which is boxed), gold, label (1 or 0) and optionally finish_reason. `exact` is MathGrader as in
-`dapo eval`, without the time to start its process.
+FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response,
+or an answer on one line, which is boxed), gold, label (1 or 0) and optionally finish_reason.
+`exact` is MathGrader as in `dapo eval`, without the time to start its process.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) 
     }
     num_wrong = sum(map(len, wrong.values()))
     print(
-        f"{name:12} {1 - num_wrong / len(rows):9.2%} {len(wrong['false +']):8} {len(wrong['false -']):8} "
+        f"{name:12} {1 - num_wrong / len(rows):9.2%} {len(wrong['false +']):8} "
+        f"{len(wrong['false -']):8} "
         f"{verdicts.count(None):7} {len(rows) / sum(seconds):8.0f} {1000 * max(seconds):6.1f} ms"
     )
     for kind, found in wrong.items():
@@ -127,7 +128,8 @@ def main() -> None:
     rows = read_rows(arguments.file, arguments.finish_reason)
     print(f"{len(rows)} rows, {sum(row.is_right for row in rows)} labelled right")
     print(
-        f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}"
+        f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} "
+        f"{'slowest':>9}"
     )
     with MathGrader() as grader:
         grader.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the process

@@ -2,11 +2,12 @@
 
     python bench/intervals.py [--repeats 500]
 
-Each line shows how often the interval contains the true accuracy and the true change between two models (mean and
-minimum over several item distributions), next to the percentile bootstrap over items. Then, for trends over runs:
-how often the interval contains the true slope, and how often a rise of 20 points is found. Then, for suites: how
-often the interval contains the true pooled change, and how often p is below 0.05 without a change. Coverage below
-94 % or false alarms above 5 %, beyond simulation error, fail the benchmark.
+Each line shows how often the interval contains the true accuracy and the true change between two
+models (mean and minimum over several item distributions), next to the percentile bootstrap over
+items. Then, for trends over runs: how often the interval contains the true slope, and how often a
+rise of 20 points is found. Then, for suites: how often the interval contains the true pooled
+change, and how often p is below 0.05 without a change. Coverage below 94 % or false alarms above 5
+%, beyond simulation error, fail the benchmark.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from eval.statistics import (
 )
 
 REQUIRED = 0.94
-# Beta distributions of the probability of a right response over items, from polarized to uniform difficulty.
+# Beta distributions of the probability of a right response over items, from polarized to uniform
+# difficulty.
 ITEMS = ((0.1, 1.0), (0.3, 0.3), (0.5, 1.5), (1.0, 1.0), (2.0, 5.0))
 # benchmarks as (items, responses per item, index into ITEMS, weight)
 SUITES = {
@@ -83,7 +85,8 @@ def coverage(
 def trend_coverage(setting: tuple[tuple[int, int, int], int]) -> tuple[float, float]:
     """(coverage of the true slope, share of trends that detect a rise of 20 points).
 
-    For coverage, some items improve, as between two models. For the rise, each item's probability grows by 0.2.
+    For coverage, some items improve, as between two models. For the rise, each item's probability
+    grows by 0.2.
     """
     (runs, n, k), repeats = setting
     rng, along = np.random.default_rng([runs, n, k]), np.arange(runs) / (runs - 1)

@@ -1,8 +1,10 @@
-"""Trains the CPU recipe whole and with one ingredient of DAPO removed at a time, and writes docs/ablation.md.
+"""Trains the CPU recipe whole and with one ingredient of DAPO removed at a time, and writes
+docs/ablation.md.
 
-Stages are built with the `dapo` commands of the chain into an artifact store: nothing finished is repeated, an
-interrupted training continues, and a change of the training code starts it over. Accuracy is that of greedy
-answers to the held-out set by the Hugging Face engine in process, which needs no server and takes seconds.
+Stages are built with the `dapo` commands of the chain into an artifact store: nothing finished is
+repeated, an interrupted training continues, and a change of the training code starts it over.
+Accuracy is that of greedy answers to the held-out set by the Hugging Face engine in process, which
+needs no server and takes seconds.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ def run_job(job: Job) -> Outcome:
 
 
 def _run_jobs(jobs: Sequence[Job], parallel: int) -> list[Outcome]:
-    """Outcomes as they come; leaving early, by an error or a signal, ends the jobs and what they started."""
+    """Outcomes as they come; leaving early, by an error or a signal, ends the jobs and what they
+    started.
+    """
     outcomes = []
     with multiprocessing.get_context("spawn").Pool(parallel, maxtasksperchild=1) as pool:
         for outcome in pool.imap_unordered(run_job, jobs):

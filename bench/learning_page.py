@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FULL = "full"
-# Removed ingredient -> overrides. More open prompts than a step trains on are only useful with dynamic sampling;
-# without it, they would sample a step ahead, which is another change.
+# Removed ingredient -> overrides. More open prompts than a step trains on are only useful with
+# dynamic sampling; without it, they would sample a step ahead, which is another change.
 VARIANTS: dict[str, tuple[str, ...]] = {
     FULL: (),
     "clip-higher": ("algorithm.clip_ratio_high=0.2",),
@@ -101,7 +101,9 @@ class Comparison:
 
 
 def render(outcomes: Sequence[Outcome], command: str) -> str:
-    """Render the page: the table and a sentence per comparison. `command` is the command that wrote it."""
+    """Render the page: the table and a sentence per comparison. `command` is the command that wrote
+    it.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = FileSystemLoader(Path(__file__).parent)
@@ -210,7 +212,10 @@ def _interval(comparison: Comparison) -> str:
 
 def _spread(values: Sequence[float], digits: int) -> str:
     """Format as mean (min..max)."""
-    return f"{statistics.fmean(values):,.{digits}f} ({min(values):,.{digits}f}..{max(values):,.{digits}f})"
+    return (
+        f"{statistics.fmean(values):,.{digits}f} "
+        f"({min(values):,.{digits}f}..{max(values):,.{digits}f})"
+    )
 
 
 def _name(variant: str) -> str:

@@ -1,7 +1,8 @@
 """Compares the memory plan of a policy rank with what its code allocates.
 
 counted: fake tensors at the true number of ranks, for models of any size (bench/fake_policy.py).
-measured: resident memory of real ranks on this machine's CPU, at three sizes (bench/real_policy.py).
+measured: resident memory of real ranks on this machine's CPU, at three sizes
+(bench/real_policy.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ EXAMPLE = """examples:
   .venv/bin/python bench/memory_plan.py measured
 """
 GIB, MIB = 1024**3, 1024**2
-# Hidden size, layers, tokens of a sequence, ranks: cases dominated by activations, by both, and by states.
+# Hidden size, layers, tokens of a sequence, ranks: cases dominated by activations, by both, and by
+# states.
 MEASURED = (
     (256, 6, 4096, 1),
     (1024, 8, 1024, 1),
@@ -126,7 +128,9 @@ def on_cpu(settings: TrainingConfig) -> TrainingConfig:
 def extrapolate(
     model_config: PretrainedConfig, config: TrainingConfig, layers: list[int]
 ) -> dict[str, float]:
-    """Bytes of each phase of the whole model. Layers are alike, so two layer counts determine the rest."""
+    """Bytes of each phase of the whole model. Layers are alike, so two layer counts determine the
+    rest.
+    """
     num_layers, peaks = model_config.num_hidden_layers, []
     for number in layers[:2]:
         model_config.num_hidden_layers, model_config.layer_types = number, None

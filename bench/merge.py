@@ -1,8 +1,9 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
-The programs take turns, so that a slow minute of a shared machine slows them all. Each measurement has its own
-process, which runs the program twice: once to record peak memory, then timed, without a watching thread, with
-imports done and memory returned by the host, after pending writes are on disk.
+The programs take turns, so that a slow minute of a shared machine slows them all. Each measurement
+has its own process, which runs the program twice: once to record peak memory, then timed, without a
+watching thread, with imports done and memory returned by the host, after pending writes are on
+disk.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ def main() -> None:
                     rounds[name].append(measure(program, Path(folder) / "target"))
             num_bytes = sum(path.stat().st_size for path in verl.glob("*.pt"))
         print(
-            f"{'tied' if is_tied else 'untied'}, {num_bytes / 1e9:.2f} GB in {NUM_SHARDS} shards, float32, "
-            f"warm cache, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; medians of "
+            f"{'tied' if is_tied else 'untied'}, {num_bytes / 1e9:.2f} GB in {NUM_SHARDS} shards, "
+            "float32, "
+            f"warm cache, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; "
+            "medians of "
             f"{arguments.rounds} rounds"
         )
         print(table(rounds), flush=True)
@@ -79,7 +82,8 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
     }
     (first, *_), (synced, *_) = list(medians.values())[:2]
     lines = [
-        f"{'':24} {'seconds':>8} {'min':>6} {'/ cp':>6} {'/ cp+fsync':>11} {'CPU s':>6} {'peak MiB':>9} "
+        f"{'':24} {'seconds':>8} {'min':>6} {'/ cp':>6} {'/ cp+fsync':>11} {'CPU s':>6} "
+        f"{'peak MiB':>9} "
         f"{'file MiB':>9}"
     ]
     for name, (seconds, least, cpu_seconds) in medians.items():
@@ -87,7 +91,8 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
             max(getattr(row, key) for row in rounds[name]) for key in ("peak_bytes", "file_bytes")
         )
         lines.append(
-            f"{name:24} {seconds:8.2f} {least:6.2f} {seconds / first:6.2f} {seconds / synced:11.2f} "
+            f"{name:24} {seconds:8.2f} {least:6.2f} {seconds / first:6.2f} "
+            f"{seconds / synced:11.2f} "
             f"{cpu_seconds:6.2f} {peak / MIB:9.0f} {largest / MIB:9.0f}"
         )
     return "\n".join(lines)

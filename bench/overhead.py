@@ -1,6 +1,8 @@
-"""Measures what a run costs beyond its stages' own work, on two cores: from nothing and fully cached.
+"""Measures what a run costs beyond its stages' own work, on two cores: from nothing and fully
+cached.
 
-Covers `dapo run` with its own Prefect server, then a deployment and `dapo run` on the services of `dapo up`.
+Covers `dapo run` with its own Prefect server, then a deployment and `dapo run` on the services of
+`dapo up`.
 
 Example: .venv/bin/python bench/overhead.py
 """

@@ -18,8 +18,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-# Map blocks from 64 KiB on, so that freeing returns them to the system. By default glibc raises this threshold to
-# the size of freed blocks, up to 32 MiB, and keeps such memory.
+# Map blocks from 64 KiB on, so that freeing returns them to the system. By default glibc raises
+# this threshold to the size of freed blocks, up to 32 MiB, and keeps such memory.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -30,9 +30,9 @@ MALLOC = {
 def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
     """Returns rank 0's peak bytes per phase, beyond what the process held before loading the model.
 
-    That base is reported as `process`: a warm process with libraries, threads and process group, after an update
-    of a tiny policy. Phases: old_log_probs, update (forward, backward and optimizer step, with Adam's moments from
-    an earlier one).
+    That base is reported as `process`: a warm process with libraries, threads and process group,
+    after an update of a tiny policy. Phases: old_log_probs, update (forward, backward and optimizer
+    step, with Adam's moments from an earlier one).
     """
     from transformers import Qwen3Config
 

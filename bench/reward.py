@@ -2,9 +2,9 @@
 
     python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo]
 
-The baseline decodes the whole response and applies the rule, like a plain reward function. The pool's time
-includes any processes it starts. Fails if scores differ or the ratio is below the required one. Without a
-model's tokenizer, a byte-level BPE is trained on similar text.
+The baseline decodes the whole response and applies the rule, like a plain reward function. The
+pool's time includes any processes it starts. Fails if scores differ or the ratio is below the
+required one. Without a model's tokenizer, a byte-level BPE is trained on similar text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GROUP_SIZE = 16
 SENTENCES = (
     "Let $x_{a}$ be the number of ways to choose {a} of {b} points on the circle.",
     "Then we have ${a} + {b} = {c}$, so the sum is divisible by {d}.",
-    "Wait, that is not right: substituting $x = \\frac{{{a}}}{{{b}}}$ gives $\\sqrt{{{c}}}$ instead.",
+    "Wait, that is not right: substituting $x = \\frac{{{a}}}{{{b}}}$ gives $\\sqrt{{{c}}}$ "
+    "instead.",
     "By the triangle inequality, the length of $AB$ is at most {c} units.",
     "因此第{a}项等于{b}，我们再检查一遍。",
     "Therefore the remaining {d} cases are symmetric, and each contributes {b}.",
@@ -109,7 +110,9 @@ def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
 def build_requests(
     tokenizer: Any, rng: random.Random, arguments: argparse.Namespace
 ) -> list[ScoreRequest]:
-    """Build groups of equally long responses that share the ground truth and finish at different times."""
+    """Build groups of equally long responses that share the ground truth and finish at different
+    times.
+    """
     requests = []
     for position in range(arguments.responses):
         truth = 1 + position // GROUP_SIZE % 999

@@ -1,7 +1,8 @@
-"""Measures how much of the time an engine decodes in a rollout worker, next to the same engine in a bare loop.
+"""Measures how much of the time an engine decodes in a rollout worker, next to the same engine in a
+bare loop.
 
-The worker is a Ray actor that scores, driven like a training in stream order: each finished group is followed by a
-new one. The bare loop does the same inside the actor, without Ray or scoring.
+The worker is a Ray actor that scores, driven like a training in stream order: each finished group
+is followed by a new one. The bare loop does the same inside the actor, without Ray or scoring.
 """
 
 from __future__ import annotations
@@ -178,10 +179,12 @@ def table(bare: list[Pass], worked: list[Pass]) -> str:
     idle = median(one.idle_seconds / one.seconds for one in worked)
     return "\n".join(
         [
-            f"{NUM_GROUPS} groups of {GROUP_SIZE}, {NUM_OPEN} in flight and {MAX_NUM_SEQS} responses decoded at "
+            f"{NUM_GROUPS} groups of {GROUP_SIZE}, {NUM_OPEN} in flight and {MAX_NUM_SEQS} "
+            "responses decoded at "
             f"once, at most {MAX_RESPONSE_TOKENS} tokens each; medians of {NUM_ROUNDS} rounds",
             f"bare loop {median(one.tokens_per_second for one in bare):8.0f} tokens/s",
-            f"worker    {median(one.tokens_per_second for one in worked):8.0f} tokens/s, engine idle {idle:.1%}",
+            f"worker    {median(one.tokens_per_second for one in worked):8.0f} tokens/s, engine "
+            f"idle {idle:.1%}",
             f"ratio     {median(ratios):8.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         ]
     )

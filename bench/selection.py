@@ -1,12 +1,14 @@
-"""Shows which groups are trained on: runs the sampler over simulated engines with realistic response lengths.
+"""Shows which groups are trained on: runs the sampler over simulated engines with realistic
+response lengths.
 
     .venv/bin/python bench/selection.py [--steps 50] [--slots 256]
 
-The sampler is real; engines and clock are simulated, and no model runs. Lengths are log-normal with the published
-mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the variance of their logs lies
-between prompts. Prompts with longer responses are harder, and a truncated response is wrong. In a tick an engine
-decodes one token in each slot. The table compares the mean length of responses trained on with that of all drawn
-groups with signal, and gives the share of slots without a response while a step is drawn.
+The sampler is real; engines and clock are simulated, and no model runs. Lengths are log-normal with
+the published mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the
+variance of their logs lies between prompts. Prompts with longer responses are harder, and a
+truncated response is wrong. In a tick an engine decodes one token in each slot. The table compares
+the mean length of responses trained on with that of all drawn groups with signal, and gives the
+share of slots without a response while a step is drawn.
 """
 
 from __future__ import annotations
@@ -235,7 +237,9 @@ def simulate(
 
 
 def compared_settings() -> dict[str, SamplerConfig]:
-    """Settings to compare, by name. 3 P prompts are drawn at once or open, as in the default recipe."""
+    """Settings to compare, by name. 3 P prompts are drawn at once or open, as in the default
+    recipe.
+    """
     stream: dict[str, Any] = {"gen_prompts": 3 * TRAIN_PROMPTS, "max_seconds_without_kept": 1e12}
     finish: dict[str, Any] = {**stream, "order": "finish"}
     return {
@@ -275,12 +279,16 @@ def main() -> None:
         f"{lengths.mean():,.0f} tokens, {np.mean(lengths == LIMIT):.1%} cut; "
         f"{np.mean([has_signal(group_id) for group_id in sample]):.0%} of groups have signal"
     )
-    columns = "kept | with signal | difference | kept ones cut | idle slots | ticks a step | wasted | steps waited"
+    columns = (
+        "kept | with signal | difference | kept ones cut | idle slots | ticks a step | wasted | "
+        "steps waited"
+    )
     print(f"| setting | {columns} |\n|---|{'---|' * columns.count('|')}---|")
     for name, settings in compared_settings().items():
         found = simulate(settings, arguments.steps, TRAIN_PROMPTS, NUM_ENGINES, arguments.slots)
         print(
-            f"| {name} | {found.kept_length:,.0f} | {found.signal_length:,.0f} | {found.difference:+.1%} | "
+            f"| {name} | {found.kept_length:,.0f} | {found.signal_length:,.0f} | "
+            f"{found.difference:+.1%} | "
             f"{found.cut_share:.1%} | {found.idle_share:.0%} | {found.ticks_per_step:,.0f} | "
             f"{found.waste_ratio:.0%} | {found.mean_age:.1f} (at most {found.max_age}) |"
         )

@@ -1,4 +1,6 @@
-"""Overrides that cut the demo recipe to seconds per stage, for tests and measurements of the rest of the chain."""
+"""Overrides that cut the demo recipe to seconds per stage, for tests and measurements of the rest
+of the chain.
+"""
 
 from __future__ import annotations
 

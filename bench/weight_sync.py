@@ -1,9 +1,10 @@
 """Measures a weight sync on this machine's CPU, from a policy rank to an engine in another process.
 
-Reports seconds and memory by model size for both transports, beside two plain copies of the same bytes, bare gloo
-broadcasts that neither copy out nor check anything, and a file written and read. Weights are float32 with the
-shapes of a small Qwen3; the engine copies each tensor into its own, as the Hugging Face engine does. Seconds are
-the minimum over all rounds, which filters out other work on the machine.
+Reports seconds and memory by model size for both transports, beside two plain copies of the same
+bytes, bare gloo broadcasts that neither copy out nor check anything, and a file written and read.
+Weights are float32 with the shapes of a small Qwen3; the engine copies each tensor into its own, as
+the Hugging Face engine does. Seconds are the minimum over all rounds, which filters out other work
+on the machine.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def _source(megabytes: int) -> WeightSource:
 
 
 def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
-    """The engine process: runs a sync for each transport name received, and replies with what it loaded."""
+    """The engine process: runs a sync for each transport name received, and replies with what it
+    loaded.
+    """
     torch.set_num_threads(1)
     inboxes: dict[str, Inbox] = {
         name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()
@@ -230,7 +233,9 @@ def _through_a_file(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 @contextmanager
 def _peak_megabytes(peer: Peer) -> Iterator[list[float]]:
-    """Yields a list that holds the growth of peak memory of both processes and the shared slots, in MiB."""
+    """Yields a list that holds the growth of peak memory of both processes and the shared slots, in
+    MiB.
+    """
     before, peak, is_over = _bytes(peer), [0.0], threading.Event()
 
     def sample() -> None:

@@ -22,8 +22,8 @@ STD_FLOOR = 1e-6
 def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None) -> Batch:
     """Return the batch with advantages, importance weights and the corrected response mask.
 
-    `measured` holds the policy's log-probs before any update; they may differ from the batch's anchor. If the
-    batch has no old log-probs, the update computes the correction from its own.
+    `measured` holds the policy's log-probs before any update; they may differ from the batch's
+    anchor. If the batch has no old log-probs, the update computes the correction from its own.
     """
     advantages = group_advantages(
         batch.rewards.numpy(), batch.group_ids.numpy(), config.algorithm, batch.is_scored.numpy()
@@ -46,16 +46,16 @@ def group_advantages(
 ) -> np.ndarray:
     """Return the advantage of each response within its group: float32 [B].
 
-    baseline=group-mean: A_i = R_i - mean. leave-one-out: A_i = R_i - mean of the others = N / (N - 1) * (R_i -
-    mean) (RLOO, arXiv:2402.14740). `normalize_by_std` divides by std + 1e-6, with the unbiased (N - 1) std; with
-    group-mean, this is DAPO, arXiv:2503.14476, eq. 9.
+    baseline=group-mean: A_i = R_i - mean. leave-one-out: A_i = R_i - mean of the others = N / (N -
+    1) * (R_i - mean) (RLOO, arXiv:2402.14740). `normalize_by_std` divides by std + 1e-6, with the
+    unbiased (N - 1) std; with group-mean, this is DAPO, arXiv:2503.14476, eq. 9.
 
-    A group with equal rewards, or of one, gets exactly 0: tested as min == max, because the std of equal rewards
-    is not exactly 0 in floating point. Mean and std are float64, the division float32. compat=verl computes in
-    float32 and without that test.
+    A group with equal rewards, or of one, gets exactly 0: tested as min == max, because the std of
+    equal rewards is not exactly 0 in floating point. Mean and std are float64, the division
+    float32. compat=verl computes in float32 and without that test.
 
-    rewards: [B]; group_ids: [B] integers; counts: [B] bool, None for all. Responses that do not count get 0 and
-    are left out of their group. Raises ValueError if a reward is not finite.
+    rewards: [B]; group_ids: [B] integers; counts: [B] bool, None for all. Responses that do not
+    count get 0 and are left out of their group. Raises ValueError if a reward is not finite.
     """
     if counts is not None:
         counted = np.zeros(len(rewards), dtype=np.float32)
@@ -88,10 +88,11 @@ def group_advantages(
 def _verl_advantages(
     rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig
 ) -> np.ndarray:
-    """Return the float32 advantages of verl's compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
+    """Return the float32 advantages of verl's compute_grpo_outcome_advantage and
+    compute_rloo_outcome_advantage.
 
-    Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one has mean 0 and
-    std 1, so its advantage is the reward itself.
+    Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one
+    has mean 0 and std 1, so its advantage is the reward itself.
     """
     order = np.argsort(group_ids, kind="stable")
     sizes = np.unique(group_ids, return_counts=True)[1]

@@ -1,8 +1,8 @@
 """Dataset of the default recipe: generated arithmetic problems in the DAPO-Math-17k schema.
 
-`subject` is the operation, `level` the difficulty (1 to 5, by digits and terms). Whether a problem is for training
-or held out depends only on its operands, not on the seed, so the two sets never overlap, even between runs with
-different seeds.
+`subject` is the operation, `level` the difficulty (1 to 5, by digits and terms). Whether a problem
+is for training or held out depends only on its operands, not on the seed, so the two sets never
+overlap, even between runs with different seeds.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ _THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells"
 def generate_problems(
     num_train: int, num_eval: int, max_level: int, seed: int
 ) -> tuple[list[Row], list[Row]]:
-    """Return training rows and held-out rows, each cycling through every subject at levels 1 to max_level.
+    """Return training rows and held-out rows, each cycling through every subject at levels 1 to
+    max_level.
 
     Deterministic; no text occurs twice. Raises DataError if a level runs out of new problems.
     """
@@ -119,8 +120,10 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
                 break
         else:
             raise DataError(
-                f"{MAX_DRAWS_PER_PROBLEM} draws gave no new {subject} problem of level {level} after {index} "
-                "rows: the level is exhausted; lower data.arithmetic.num_train or data.arithmetic.num_eval"
+                f"{MAX_DRAWS_PER_PROBLEM} draws gave no new {subject} problem of level {level} "
+                f"after {index} "
+                "rows: the level is exhausted; lower data.arithmetic.num_train or "
+                "data.arithmetic.num_eval"
             )
         seen.add(text)
         extra_info = {

@@ -10,16 +10,18 @@ import numpy as np
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
     """Return the relative cost of training on sequences of T tokens: float64 [B].
 
-    A decoder layer of width H needs about 24 H^2 T operations for its matrices (12 H^2 weights) and 2 H T^2 for
-    causal attention: 12 H T + T^2 up to a factor. verl also counts the masked half of attention and uses the 7B
-    model's H = 4096 for every model: 6 * 4096 T + T^2.
+    A decoder layer of width H needs about 24 H^2 T operations for its matrices (12 H^2 weights) and
+    2 H T^2 for causal attention: 12 H T + T^2 up to a factor. verl also counts the masked half of
+    attention and uses the 7B model's H = 4096 for every model: 6 * 4096 T + T^2.
     """
     tokens = lengths.astype(np.float64)
     return 12 * hidden_size * tokens + tokens**2
 
 
 def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Return the indices of each rank: in descending order of cost, each goes to the least loaded rank."""
+    """Return the indices of each rank: in descending order of cost, each goes to the least loaded
+    rank.
+    """
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
     rank_of = np.empty(len(costs), dtype=np.int64)
     order = np.argsort(-costs, kind="stable")
@@ -33,10 +35,11 @@ def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 def micro_batches(
     lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1
 ) -> list[np.ndarray]:
-    """Return index sets of at most `max_tokens` tokens, most expensive first; each sequence must fit alone.
+    """Return index sets of at most `max_tokens` tokens, most expensive first; each sequence must
+    fit alone.
 
-    Best fit determines the number of sets; costs are balanced if that number allows it. Empty sets are added up to
-    `at_least`.
+    Best fit determines the number of sets; costs are balanced if that number allows it. Empty sets
+    are added up to `at_least`.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     fullest = _fill(longest_first, lengths, -lengths, max_tokens, len(lengths))

@@ -1,6 +1,7 @@
 """Batches of tensors, built from groups and split over ranks and micro-batches.
 
-P prompts, G responses per prompt, B = P*G responses, R response tokens, T prompt+response tokens, V vocabulary.
+P prompts, G responses per prompt, B = P*G responses, R response tokens, T prompt+response tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Batch:
     """B prompt+response sequences, padded on the right.
 
     Example with prompt (5, 6), response (7, 8, 2) and T = 6: token_ids [[5, 6, 7, 8, 2, 0]],
-    prompt_lengths [2], response_lengths [3]; R = 3 and position r of [B, R] fields is response token r.
+    prompt_lengths [2], response_lengths [3]; R = 3 and position r of [B, R] fields is response
+    token r.
     """
 
     token_ids: torch.Tensor  # [B, T] int64
@@ -93,8 +95,8 @@ def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
     """Return the groups in a random order, seeded by the seed and the step.
 
-    In finishing order, short responses come first: mini-batches would differ in length, and token-mean would
-    weight tokens of short responses more than those of long ones.
+    In finishing order, short responses come first: mini-batches would differ in length, and
+    token-mean would weight tokens of short responses more than those of long ones.
     """
     return [groups[number] for number in random_order(len(groups), seed, step)]
 
@@ -102,7 +104,9 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
 def mini_batches(
     batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be smaller."""
+    """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be
+    smaller.
+    """
     group_ids = batch.group_ids.numpy()
     group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
     positions = group_positions[group_ids]  # by row
@@ -114,8 +118,9 @@ def mini_batches(
 def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:
     """Return the groups' responses as one batch, in order.
 
-    Responses without a score are masked, and with `mask_truncated` also those cut by the length limit. Tokens
-    sampled before `policy_version` are stale. Old log-probs are None and advantages NaN.
+    Responses without a score are masked, and with `mask_truncated` also those cut by the length
+    limit. Tokens sampled before `policy_version` are stale. Old log-probs are None and advantages
+    NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
@@ -163,14 +168,17 @@ class Measured(NamedTuple):
 class RankShare:
     """One data-parallel rank's part of a batch, split into micro-batches.
 
-    All ranks have the same number of micro-batches, because each is a collective forward pass under FSDP.
+    All ranks have the same number of micro-batches, because each is a collective forward pass under
+    FSDP.
     """
 
     batch: Batch
     micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
 
     def micro_batch(self, number: int) -> Batch:
-        """Return the rows of one micro-batch; for an empty one, a masked row to run the forward pass on."""
+        """Return the rows of one micro-batch; for an empty one, a masked row to run the forward
+        pass on.
+        """
         indices = self.micro_batches[number]
         if len(indices):
             return self.batch.select(indices)
@@ -183,15 +191,17 @@ def split_batch(
 ) -> tuple[list[RankShare], list[np.ndarray]]:
     """Return a balanced share for each data-parallel rank, and the indices of its rows in `batch`.
 
-    max_tokens: limit of one micro-batch, train.micro_batch_tokens times the ranks that share it. Raises DataError
-    if a single sequence is longer.
+    max_tokens: limit of one micro-batch, train.micro_batch_tokens times the ranks that share it.
+    Raises DataError if a single sequence is longer.
     """
     lengths = batch.lengths
     longest = int(lengths.argmax())
     if lengths[longest] > max_tokens:
         raise DataError(
-            f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more than the "
-            f"{max_tokens} allowed in a micro-batch (train.micro_batch_tokens x train.sequence_parallel); raise "
+            f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more "
+            "than the "
+            f"{max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
+            "train.sequence_parallel); raise "
             "train.micro_batch_tokens"
         )
     costs = workload(lengths, hidden_size)

@@ -42,8 +42,8 @@ class Prompt:
 class TokenizedPrompts:
     """Memory-mapped prompts, from a folder written by dapo_core.tokenizing.
 
-    `too_long` drops prompts longer than `max_prompt_tokens`, truncates them to their last tokens, or raises
-    DataError with their number and the longest.
+    `too_long` drops prompts longer than `max_prompt_tokens`, truncates them to their last tokens,
+    or raises DataError with their number and the longest.
     """
 
     def __init__(self, folder: Path, max_prompt_tokens: int, too_long: TooLong) -> None:
@@ -98,7 +98,8 @@ class TokenizedPrompts:
 def treat_too_long(
     lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str
 ) -> None:
-    """Log how many prompts are too long, if any; raises DataError for `error`, or if `drop` would leave none.
+    """Log how many prompts are too long, if any; raises DataError for `error`, or if `drop` would
+    leave none.
 
     `key` is the configuration key of their sets.
     """
@@ -106,7 +107,8 @@ def treat_too_long(
     if not num_long:
         return
     summary = (
-        f"{num_long} of {len(lengths)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
+        f"{num_long} of {len(lengths)} prompts are longer than "
+        f"data.max_prompt_tokens={max_prompt_tokens} "
         f"(longest {lengths.max()} tokens)"
     )
     if too_long == "error" or (num_long == len(lengths) and too_long == "drop"):
@@ -125,9 +127,9 @@ def treat_too_long(
 class PromptStream:
     """An endless, seeded sequence of prompts; `position` is the number of prompts taken.
 
-    Several sets, each given as (weight, prompt indices), are interleaved evenly by weight, to the nearest
-    thousandth. Each epoch of a set has its own permutation, derived only from (seed, epoch), so a stream resumed
-    at position n continues exactly like an uninterrupted one.
+    Several sets, each given as (weight, prompt indices), are interleaved evenly by weight, to the
+    nearest thousandth. Each epoch of a set has its own permutation, derived only from (seed,
+    epoch), so a stream resumed at position n continues exactly like an uninterrupted one.
     """
 
     def __init__(

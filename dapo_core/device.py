@@ -42,33 +42,43 @@ class Device(ABC):
 
     @abstractmethod
     def name(self) -> str:
-        """Return the vendor's name of this process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
+        """Return the vendor's name of this process's device, such as `NVIDIA H100 80GB HBM3` or
+        `Ascend910B3`.
+        """
 
     @abstractmethod
     def visible(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the devices visible to a process with this environment, in the format of `visible_variable`."""
+        """Return the devices visible to a process with this environment, in the format of
+        `visible_variable`.
+        """
 
     @abstractmethod
     def memory_bytes(self) -> int | None:
-        """Return the memory of this machine's first device (for a CPU, all usable memory); None without one."""
+        """Return the memory of this machine's first device (for a CPU, all usable memory); None
+        without one.
+        """
 
     def variables(self, is_shared: bool) -> dict[str, str]:
-        """Return default environment variables for ranks and engines; `is_shared`: two processes per device."""
+        """Return default environment variables for ranks and engines; `is_shared`: two processes
+        per device.
+        """
         return {}
 
     @abstractmethod
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
         """Set environment variables for ranks and engines before torch or vLLM read them.
 
-        Raises ConfigError for a setting that would make engine weights stale or keep sleep from freeing memory.
+        Raises ConfigError for a setting that would make engine weights stale or keep sleep from
+        freeing memory.
         """
 
     @abstractmethod
     def take_memory(self) -> dict[str, float]:
-        """Return the node's used memory and this process's peaks since the last call, in GiB by metric name.
+        """Return the node's used memory and this process's peaks since the last call, in GiB by
+        metric name.
 
-        On an accelerator, also the device memory used by all processes. Without /proc/self/clear_refs, host memory
-        peaks are since process start.
+        On an accelerator, also the device memory used by all processes. Without
+        /proc/self/clear_refs, host memory peaks are since process start.
         """
 
     def backends(self, has_host_tensors: bool) -> str:
@@ -102,7 +112,9 @@ class Device(ABC):
             module.synchronize()
 
     def saving_on_host(self) -> AbstractContextManager[object]:
-        """Return a context in which autograd saves tensors in pinned host memory; no effect on a CPU."""
+        """Return a context in which autograd saves tensors in pinned host memory; no effect on a
+        CPU.
+        """
         import torch
 
         return torch.autograd.graph.save_on_cpu(
@@ -170,7 +182,8 @@ class Accelerator(Device):
 
         if not self.module().is_available():
             raise ConfigError(
-                f"train.device={self.kind}, but torch {torch.__version__} finds no such device on this machine; "
+                f"train.device={self.kind}, but torch {torch.__version__} finds no such device on "
+                "this machine; "
                 "set train.device=cpu, or run on a node that has one"
             )
 
@@ -204,8 +217,10 @@ class Accelerator(Device):
         for name in self.allocator_variables if is_shared else ():
             if "expandable_segments:true" in environment.get(name, "").lower():
                 raise ConfigError(
-                    f"{name}={environment[name]} contradicts train.placement=colocated: engines cannot free "
-                    "expandable segments; remove expandable_segments, or set train.placement=separate"
+                    f"{name}={environment[name]} contradicts train.placement=colocated: engines "
+                    "cannot free "
+                    "expandable segments; remove expandable_segments, or set "
+                    "train.placement=separate"
                 )
 
     def take_memory(self) -> dict[str, float]:
@@ -235,8 +250,8 @@ class Npu(Accelerator):
 
     kind, backend, ray_resource = "npu", "hccl", "NPU"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
-    # Keeps weights in host memory: level 2 produced wrong tokens with expert parallelism (verl 7086, vllm-ascend
-    # 12651).
+    # Keeps weights in host memory: level 2 produced wrong tokens with expert parallelism (verl
+    # 7086, vllm-ascend 12651).
     sleep_level = 1
     graph_mode = "FULL_DECODE_ONLY"
     allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -277,7 +292,8 @@ class Npu(Accelerator):
             environment.setdefault(name, value)
         if environment["VLLM_ASCEND_ENABLE_NZ"] != "0":
             raise ConfigError(
-                f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']}: engines cannot load new weights "
+                f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']}: engines cannot "
+                "load new weights "
                 "in the NZ layout, but every step sends some; set it to 0 or unset it"
             )
 
@@ -308,8 +324,9 @@ _NVIDIA_PEAKS = {
     # NVIDIA HGX B200 data sheet: 36 PFLOPS with sparsity for 8
     "NVIDIA B200": 2250e12,
 }
-# (cube cores, MHz) of one torch device (on Atlas A3, one die): cube_core_cnt and cube_freq in Huawei's CANN,
-# src/platform/platform_config in github.com/hicann/runtime. A core does 16 x 16 x 16 multiply-adds per cycle.
+# (cube cores, MHz) of one torch device (on Atlas A3, one die): cube_core_cnt and cube_freq in
+# Huawei's CANN, src/platform/platform_config in github.com/hicann/runtime. A core does 16 x 16 x 16
+# multiply-adds per cycle.
 _ASCEND_CUBES = {
     "Ascend910B1": (24, 1850),
     "Ascend910B2": (24, 1800),
@@ -343,7 +360,9 @@ def device_for(kind: str) -> Device:
 
 
 def accelerators() -> list[Accelerator]:
-    """Return the accelerators that this environment can detect: NPU if torch_npu is installed, and CUDA."""
+    """Return the accelerators that this environment can detect: NPU if torch_npu is installed, and
+    CUDA.
+    """
     kinds: list[Accelerator] = [Npu()] if importlib.util.find_spec("torch_npu") else []
     return [*kinds, Cuda()]
 
@@ -359,6 +378,7 @@ def _import_torch_npu() -> Any:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"train.device=npu, but torch_npu cannot be imported: {error}; install requirements/npu and source "
+            f"train.device=npu, but torch_npu cannot be imported: {error}; install "
+            "requirements/npu and source "
             "CANN's set_env.sh, or set train.device=cpu"
         ) from None

@@ -1,8 +1,9 @@
-"""blake3 digests of files, by parts: several cores hash at once, and a reader can verify a single part.
+"""blake3 digests of files, by parts: several cores hash at once, and a reader can verify a single
+part.
 
-The parts of a safetensors file are its header and its tensors; the parts of a checkpoint shard are listed in the
-checkpoint's manifest; any other file is one part. A file's digest is blake3 over its list of parts, one line each
-with size and digest.
+The parts of a safetensors file are its header and its tensors; the parts of a checkpoint shard are
+listed in the checkpoint's manifest; any other file is one part. A file's digest is blake3 over its
+list of parts, one line each with size and digest.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def file_digest(path: Path) -> str:
 
 
 def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
-    """Return size and digest of the file's consecutive parts of these sizes, computed on several cores.
+    """Return size and digest of the file's consecutive parts of these sizes, computed on several
+    cores.
 
     A part beyond the end of the file is reported with its actual size.
     """
@@ -89,7 +91,9 @@ def safetensors_sizes(path: Path) -> list[int]:
 
 
 def shard_sizes(path: Path) -> list[int]:
-    """Return the sizes of a shard's parts from the manifest; the file size if they do not add up to it."""
+    """Return the sizes of a shard's parts from the manifest; the file size if they do not add up to
+    it.
+    """
     num_bytes = path.stat().st_size
     try:
         files = json.loads((path.parent / CHECKPOINT_MANIFEST).read_text(encoding="utf-8"))["files"]

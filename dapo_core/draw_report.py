@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALL_ADVICE = (
-    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the number is near its "
-    "maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise sampler.max_seconds_without_kept or "
+    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the number "
+    "is near its "
+    "maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise "
+    "sampler.max_seconds_without_kept or "
     "lower rollout.max_response_tokens"
 )
 LOG_SECONDS = 10.0
@@ -41,7 +43,9 @@ class DrawProgress:
         self._last = (0.0, 0)  # time and tokens of the last line
 
     def begin(self, step: int, num_carried: int) -> None:
-        """Start the draw of training step `step`, which has `num_carried` groups with signal already."""
+        """Start the draw of training step `step`, which has `num_carried` groups with signal
+        already.
+        """
         self._step, self._num_carried = step, num_carried
         self._began = now = self._clock()
         self._next_log, self._last = now + LOG_SECONDS, (now, 0)
@@ -86,15 +90,20 @@ def _hint(account: TokenAccount) -> str:
         f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
     )
     if account.groups["all_right"] > account.finished_groups / 2:
-        return f"{summary} The prompts are too easy for the model: use harder ones, or raise rollout.temperature"
+        return (
+            f"{summary} The prompts are too easy for the model: use harder ones, or raise "
+            "rollout.temperature"
+        )
     finished = account.lengths["finished"]
     if finished.num_cut > finished.num_responses / 2:
         return (
-            f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut by "
+            f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut "
+            "by "
             "rollout.max_response_tokens: raise it, or use a model that ends its answers"
         )
     return (
-        f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo doctor CONFIG` "
+        f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo "
+        "doctor CONFIG` "
         "shows both), or the prompts are too hard: use easier ones, or raise rollout.group_size"
     )
 
@@ -106,20 +115,26 @@ def finished_groups_message(account: TokenAccount) -> str:
     equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
     num_even = sum(groups[fate] for fate in NO_SIGNAL)
     return (
-        f"of {num_finished} finished groups {groups['all_right']} were all right and {groups['all_wrong']} all "
-        f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
+        f"of {num_finished} finished groups {groups['all_right']} were all right and "
+        f"{groups['all_wrong']} all "
+        f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean "
+        "accuracy "
         f"{account.num_right / max(account.num_finished, 1):.1%})"
     )
 
 
 def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
-    """Return an opening sentence for a draw whose responses were all right or all wrong; "" for other draws."""
+    """Return an opening sentence for a draw whose responses were all right or all wrong; "" for
+    other draws.
+    """
     num_finished, groups = account.finished_groups, account.groups
     for num_even, word in ((groups["all_right"], "right"), (groups["all_wrong"], "wrong")):
         if num_finished and num_even == num_finished and not account.num_unscored:
             return (
-                f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is nothing to "
-                f"learn from: this step needs {counted(train_prompts, 'prompt')} with both right and "
+                f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is "
+                "nothing to "
+                f"learn from: this step needs {counted(train_prompts, 'prompt')} with both right "
+                "and "
                 "wrong responses. "
             )
     return ""
@@ -133,13 +148,15 @@ def exhausted_message(
     if not settings.max_num_gen_batches:
         bound = ""
         reason += (
-            f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} prompts: drawing "
+            f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} "
+            "prompts: drawing "
             "more would never end (sampler.max_num_gen_batches=0)."
         )
     if settings.on_exhausted != "raise":
         return reason
     return (
-        f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, lower "
+        f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, "
+        "lower "
         "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
     )
 
@@ -147,17 +164,22 @@ def exhausted_message(
 def no_scores_error(account: TokenAccount) -> RewardError:
     """Return the error for a step in which the scorer failed on every response."""
     return RewardError(
-        f"the scorer raised or timed out on all {account.num_finished} responses that finished in this step; its "
-        "first tracebacks are in the log. Fix the file in custom_reward.path, or raise reward.timeout_seconds"
+        f"the scorer raised or timed out on all {account.num_finished} responses that finished in "
+        "this step; its "
+        "first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
+        "reward.timeout_seconds"
     )
 
 
 def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str) -> DapoError:
-    """Return the error for a draw that kept no group for `seconds`, while `num_since_signal` groups finished."""
+    """Return the error for a draw that kept no group for `seconds`, while `num_since_signal` groups
+    finished.
+    """
     message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
     if num_since_signal:
         return NotEnoughSignal(
-            f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or raise "
+            f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or "
+            "raise "
             "sampler.max_seconds_without_kept"
         )
     return RolloutError(

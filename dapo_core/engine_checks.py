@@ -23,9 +23,10 @@ def probe_difference(
 ) -> float:
     """Return how far the worst engine is from the policy's `log_probs` [B, R], in nats per token.
 
-    This is the mean absolute difference of log-probs over the probe's response tokens at temperature 1. Raises
-    RolloutError if an engine omits tokens, or if the difference exceeds what the less precise of `dtypes` (policy
-    and engine) explains, because the engine then does not have the policy's weights.
+    This is the mean absolute difference of log-probs over the probe's response tokens at
+    temperature 1. Raises RolloutError if an engine omits tokens, or if the difference exceeds what
+    the less precise of `dtypes` (policy and engine) explains, because the engine then does not have
+    the policy's weights.
     """
     coarsest = _coarsest(dtypes)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
@@ -42,9 +43,12 @@ def probe_difference(
     worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() can miss NaN
     if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
         raise RolloutError(
-            f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} nats per token, "
-            f"more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} explains: the engine does not have "
-            "the policy's weights. Set train.dtype=float32 and rollout.dtype=float32 to rule out precision, or "
+            f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} "
+            "nats per token, "
+            f"more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} explains: the "
+            "engine does not have "
+            "the policy's weights. Set train.dtype=float32 and rollout.dtype=float32 to rule out "
+            "precision, or "
             "try another rollout.engine"
         )
     return worst
@@ -55,9 +59,10 @@ def require_sampled_alike(
 ) -> None:
     """Raise RolloutError if the step's tokens were not sampled from the policy's distribution.
 
-    Unlike the probe, which scores given tokens at temperature 1, this checks the sampled tokens at the rollout's
-    temperature. It compares on-policy tokens with `log_probs` [B, R], the policy's before its first update. With
-    top_p, top_k or algorithm.old_log_probs=engine, there is nothing to compare.
+    Unlike the probe, which scores given tokens at temperature 1, this checks the sampled tokens at
+    the rollout's temperature. It compares on-policy tokens with `log_probs` [B, R], the policy's
+    before its first update. With top_p, top_k or algorithm.old_log_probs=engine, there is nothing
+    to compare.
     """
     is_fresh = batch.response_mask & ~batch.is_stale
     if (
@@ -69,7 +74,8 @@ def require_sampled_alike(
     if not_finite := int((~log_probs[is_fresh].isfinite()).sum()):
         raise RolloutError(
             f"{not_finite} of the policy's {int(is_fresh.sum())} log-probs are not finite; with "
-            "train.nan_guard=true, a warning above names the module. Try train.fused_kernels=[], or "
+            "train.nan_guard=true, a warning above names the module. Try train.fused_kernels=[], "
+            "or "
             "train.dtype=float32"
         )
     coarsest = _coarsest(dtypes)
@@ -77,9 +83,12 @@ def require_sampled_alike(
     mean = float((log_probs - batch.rollout_log_probs)[is_fresh].double().abs().mean())
     if not mean <= limit:
         raise RolloutError(
-            f"the engines' log-probs of the {int(is_fresh.sum())} tokens they sampled differ from the policy's at "
-            f"rollout.temperature={config.rollout.temperature:g} by {mean:.4g} nats per token, more than the "
-            f"{limit:g} that {coarsest} explains: the engine samples from another distribution, or reports the "
+            f"the engines' log-probs of the {int(is_fresh.sum())} tokens they sampled differ from "
+            "the policy's at "
+            f"rollout.temperature={config.rollout.temperature:g} by {mean:.4g} nats per token, "
+            "more than the "
+            f"{limit:g} that {coarsest} explains: the engine samples from another distribution, or "
+            "reports the "
             "log-probs of another. Check rollout.engine_args, or try another rollout.engine"
         )
 
@@ -94,7 +103,8 @@ def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> f
     values = [value for row in engine_rows for value in row]
     if len(values) != len(expected):
         raise RolloutError(
-            f"an engine returned {len(values)} log-probs for a probe of {len(expected)} response tokens, so its "
+            f"an engine returned {len(values)} log-probs for a probe of {len(expected)} response "
+            "tokens, so its "
             "weights cannot be verified; try another rollout.engine"
         )
     return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(

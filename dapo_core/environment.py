@@ -19,7 +19,8 @@ RAY = {
 }
 # Set job-wide, so that Ray can use its prestarted worker processes.
 WORKERS = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
+    # ranks and engines take turns; spinning threads would starve each other
+    "OMP_WAIT_POLICY": "PASSIVE",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine

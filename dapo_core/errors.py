@@ -35,7 +35,9 @@ class RolloutError(DapoError, RuntimeError):
 
 
 class WorkerDied(DapoError, RuntimeError):
-    """The process of a policy rank or rollout worker died; training restarts from its last checkpoint."""
+    """The process of a policy rank or rollout worker died; training restarts from its last
+    checkpoint.
+    """
 
     is_lasting = False
 

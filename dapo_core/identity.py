@@ -25,7 +25,8 @@ TOTAL_STEPS = "train.total_steps"
 def training_identity(
     config: TrainingConfig, prompts_digest: str, model_path: Path
 ) -> dict[str, Any]:
-    """Return the values that define the training: keys as `section.key`, digests as `prompts` and `model`.
+    """Return the values that define the training: keys as `section.key`, digests as `prompts` and
+    `model`.
 
     Placement is left out, so a training can resume with another number of ranks.
     """
@@ -54,17 +55,18 @@ def refuse_other_training(
     now: Mapping[str, Any],
     allowed: Collection[str] = (),
 ) -> list[str]:
-    """Return the differences between a checkpoint's identity and this training's, as "key before -> now".
+    """Return the differences between a checkpoint's identity and this training's, as "key before ->
+    now".
 
-    Raises CheckpointError if any is not in `allowed` (checkpoint.allow_changed), and ConfigError if `allowed`
-    names an unknown key.
+    Raises CheckpointError if any is not in `allowed` (checkpoint.allow_changed), and ConfigError if
+    `allowed` names an unknown key.
     """
     unknown = sorted(set(allowed) - {*before, *now})
     if unknown:
         near = difflib.get_close_matches(unknown[0], {*before, *now}, n=1)
         raise ConfigError(
-            f"checkpoint.allow_changed names {unknown[0]}, which is not part of a checkpoint's identity"
-            + (f" (did you mean {near[0]}?)" if near else "; remove it")
+            f"checkpoint.allow_changed names {unknown[0]}, which is not part of a checkpoint's "
+            "identity" + (f" (did you mean {near[0]}?)" if near else "; remove it")
         )
     changed = {
         name: f"{name} {' -> '.join('None' if value is UNSET else repr(value) for value in values)}"
@@ -73,8 +75,10 @@ def refuse_other_training(
     refused = [name for name in changed if name not in allowed]
     if refused:
         raise CheckpointError(
-            f"{checkpoint} belongs to another training ({', '.join(changed[name] for name in refused)}), and "
-            "resuming would mix the two. Use a new --output, restore these values, or, to change the training "
+            f"{checkpoint} belongs to another training "
+            f"({', '.join(changed[name] for name in refused)}), and "
+            "resuming would mix the two. Use a new --output, restore these values, or, to change "
+            "the training "
             f"midway, --set 'checkpoint.allow_changed=[{', '.join([*sorted(allowed), *refused])}]'"
         )
     return list(changed.values())

@@ -1,4 +1,6 @@
-"""KL divergence to the reference model: per-token estimators, the reward penalty, and its coefficient."""
+"""KL divergence to the reference model: per-token estimators, the reward penalty, and its
+coefficient.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ def kl_estimate(
 ) -> torch.Tensor:
     """Estimate KL(policy || reference) at each sampled token; any shape.
 
-    With d = log_probs - ref_log_probs (Schulman, http://joschu.net/blog/kl-approx.html): kl is k1 = d, abs is |d|,
-    mse is k2 = d^2 / 2, and low_var_kl is k3 = exp(-d) - 1 + d, with d clamped to +-20 and k3 to at most 10 as in
-    verl. A `+` keeps the value but uses the gradient of k2, which is d: unlike k1 and k3, k2 has the mean gradient
-    of the KL divergence.
+    With d = log_probs - ref_log_probs (Schulman, http://joschu.net/blog/kl-approx.html): kl is k1 =
+    d, abs is |d|, mse is k2 = d^2 / 2, and low_var_kl is k3 = exp(-d) - 1 + d, with d clamped to
+    +-20 and k3 to at most 10 as in verl. A `+` keeps the value but uses the gradient of k2, which
+    is d: unlike k1 and k3, k2 has the mean gradient of the KL divergence.
     """
     difference = log_probs - ref_log_probs
     value = _estimate(difference, estimator.removesuffix("+"))
@@ -53,11 +55,12 @@ def reward_penalties(
     is_response: torch.Tensor,
     kl: KLConfig,
 ) -> tuple[torch.Tensor, float]:
-    """Return the KL summed over each response, [B] float64, and the mean over responses of the mean per token.
+    """Return the KL summed over each response, [B] float64, and the mean over responses of the mean
+    per token.
 
-    The reward is reduced by the sums times the coefficient. The mean is verl's actor/reward_kl_penalty, which
-    drives the adaptive coefficient; it leaves out empty responses. All tensors are [B, R]; values beyond the
-    responses may be NaN.
+    The reward is reduced by the sums times the coefficient. The mean is verl's
+    actor/reward_kl_penalty, which drives the adaptive coefficient; it leaves out empty responses.
+    All tensors are [B, R]; values beyond the responses may be NaN.
     """
     old, ref = (torch.where(is_response, values, 0.0) for values in (old_log_probs, ref_log_probs))
     sums = kl_estimate(old, ref, kl.estimator).sum(dim=-1, dtype=torch.float64)
@@ -68,17 +71,20 @@ def reward_penalties(
 
 
 class KLController:
-    """Subtracts KL from rewards, with a fixed or adaptive coefficient. Set `coefficient` to resume a run."""
+    """Subtracts KL from rewards, with a fixed or adaptive coefficient. Set `coefficient` to resume
+    a run.
+    """
 
     def __init__(self, kl: KLConfig) -> None:
         self.coefficient = kl.coefficient
         self.kl = kl
 
     def penalise(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Subtract KL from the rewards, then adapt the coefficient; returns the batch and KL metrics.
+        """Subtract KL from the rewards, then adapt the coefficient; returns the batch and KL
+        metrics.
 
-        Does nothing unless algorithm.kl.place=reward. Masked responses are penalised too, because their siblings
-        are compared with them.
+        Does nothing unless algorithm.kl.place=reward. Masked responses are penalised too, because
+        their siblings are compared with them.
         """
         if self.kl.place != "reward":
             return batch, {}
@@ -100,10 +106,12 @@ class KLController:
         return batch, metrics
 
     def update(self, kl_per_token: float, num_responses: int) -> None:
-        """Adapt the coefficient after a step of `num_responses` (Ziegler et al., arXiv:1909.08593, section 2.2).
+        """Adapt the coefficient after a step of `num_responses` (Ziegler et al., arXiv:1909.08593,
+        section 2.2).
 
-        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon. It stays positive,
-        because the configuration rejects a horizon of at most a fifth of a step's responses.
+        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon. It
+        stays positive, because the configuration rejects a horizon of at most a fifth of a step's
+        responses.
         """
         if self.kl.controller == "adaptive":
             error = min(

@@ -1,7 +1,7 @@
 """Policy loss with decoupled and dual clip, as sums that add up over micro-batches and ranks.
 
-The loss is a sum over tokens of weight * token_loss. The weights contain the denominator of the whole mini-batch
-over all ranks, so value and gradient do not depend on how the mini-batch is split.
+The loss is a sum over tokens of weight * token_loss. The weights contain the denominator of the
+whole mini-batch over all ranks, so value and gradient do not depend on how the mini-batch is split.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class LossTotals:
     ) -> torch.Tensor:
         """Return the weight of each token's loss, 0 outside the mask: [b, R] float32.
 
-        With T tokens and N responses in the mini-batch, and t tokens in the response: token-mean 1 / T (DAPO,
-        arXiv:2503.14476, eq. 12); token-sum 1; seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t) (GRPO,
-        arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO, arXiv:2503.20783).
+        With T tokens and N responses in the mini-batch, and t tokens in the response: token-mean 1
+        / T (DAPO, arXiv:2503.14476, eq. 12); token-sum 1; seq-mean-token-sum 1 / N;
+        seq-mean-token-mean 1 / (N t) (GRPO, arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 /
+        (N loss_norm_tokens) (Dr. GRPO, arXiv:2503.20783).
 
-        num_share_responses: responses in this rank's share; None if the mask covers the whole mini-batch. Only
-        used by token-mean with compat=verl: older verl takes the token mean of each micro-batch, weights it by
-        responses in the micro-batch / in the share, and averages over data ranks.
+        num_share_responses: responses in this rank's share; None if the mask covers the whole
+        mini-batch. Only used by token-mean with compat=verl: older verl takes the token mean of
+        each micro-batch, weights it by responses in the micro-batch / in the share, and averages
+        over data ranks.
         """
         mask = response_mask.to(torch.float32)
         aggregation = algorithm.loss_aggregation
@@ -72,7 +74,9 @@ class LossTotals:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Per-token inputs of the loss, all of one shape: padded [b, R] or packed [N]. Masked values may be NaN."""
+    """Per-token inputs of the loss, all of one shape: padded [b, R] or packed [N]. Masked values
+    may be NaN.
+    """
 
     old_log_probs: torch.Tensor
     advantages: torch.Tensor  # the response's advantage, repeated for each token
@@ -87,7 +91,8 @@ class LossSums:
     """Sums over a part of a mini-batch; the parts of all ranks add up to the whole."""
 
     pg_loss: float  # policy loss, divided by the denominator of the whole mini-batch
-    kl_loss: float  # KL to the reference, divided likewise, without its coefficient; 0 without KL in the loss
+    # KL to the reference, divided likewise, without its coefficient; 0 without KL in the loss
+    kl_loss: float
     num_tokens: float
     clipped: float  # tokens with a clipped ratio
     clipped_dual: float  # tokens with A < 0 where the dual clip applied
@@ -120,11 +125,13 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return this part's loss: clipped policy loss, entropy bonus, and KL to the reference.
 
-    With r = exp(clamp(log_probs - old_log_probs, -20, 20)), a token's policy loss is
-    max(-A r, -A clamp(r, 1 - low, 1 + high)), for A < 0 at most -A c (DAPO, arXiv:2503.14476, eq. 8; dual clip
-    arXiv:1912.09729), times its importance weight. Masked values, even NaN, affect neither loss nor gradient.
+    With r = exp(clamp(log_probs - old_log_probs, -20, 20)), a token's policy loss is max(-A r, -A
+    clamp(r, 1 - low, 1 + high)), for A < 0 at most -A c (DAPO, arXiv:2503.14476, eq. 8; dual clip
+    arXiv:1912.09729), times its importance weight. Masked values, even NaN, affect neither loss nor
+    gradient.
 
-    log_probs and entropy have the shape of the tokens; entropy may be None without an entropy bonus.
+    log_probs and entropy have the shape of the tokens; entropy may be None without an entropy
+    bonus.
     """
     mask = tokens.response_mask
 

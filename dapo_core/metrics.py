@@ -66,11 +66,13 @@ class PhaseTimer:
 
 
 def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
-    """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths, staleness.
+    """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths,
+    staleness.
 
-    Lengths are reported for responses of finished, kept, surplus and aborted groups. Staleness is the number of
-    optimizer steps between the weights that sampled a token and `policy_version`; token_ratio is the share of
-    tokens with staleness above 0. Without a finished group there is no accuracy.
+    Lengths are reported for responses of finished, kept, surplus and aborted groups. Staleness is
+    the number of optimizer steps between the weights that sampled a token and `policy_version`;
+    token_ratio is the share of tokens with staleness above 0. Without a finished group there is no
+    accuracy.
     """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
@@ -135,9 +137,9 @@ def response_metrics(
 ) -> dict[str, float]:
     """Return scores, rewards, lengths and verdicts of the responses in the batch.
 
-    rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which the engine
-    aborted, and responses without a score. perf/total_num_tokens counts every token of the batch, masked or not,
-    because all pass through the policy.
+    rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which
+    the engine aborted, and responses without a score. perf/total_num_tokens counts every token of
+    the batch, masked or not, because all pass through the policy.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
@@ -174,8 +176,8 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return advantages and entropy over unmasked tokens; without any, only their number.
 
-    entropy: [B, R], of the policy before the update. token_weights: [B, R], LossTotals.token_weights over the
-    whole batch, so that entropy is aggregated like the loss.
+    entropy: [B, R], of the policy before the update. token_weights: [B, R],
+    LossTotals.token_weights over the whole batch, so that entropy is aggregated like the loss.
     """
     mask = batch.response_mask
     num_tokens = mask.sum(dim=-1).numpy()  # [B]
@@ -194,9 +196,11 @@ def batch_metrics(
 def seqlen_metrics(
     lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1
 ) -> dict[str, float]:
-    """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without balancing.
+    """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without
+    balancing.
 
-    lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk of B / D rows.
+    lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk
+    of B / D rows.
     """
     balanced = np.sum([update.rank_tokens for update in updates], axis=0) / num_passes  # [D]
     chunks = [chunk.sum() for chunk in np.array_split(lengths, len(balanced))]
@@ -211,10 +215,11 @@ def seqlen_metrics(
 
 
 def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
-    """Return loss, clip shares and gradient norm over the step's optimizer steps; shares are token-weighted.
+    """Return loss, clip shares and gradient norm over the step's optimizer steps; shares are
+    token-weighted.
 
-    Means over nothing are left out: the gradient norm if all updates were skipped, losses and shares if no
-    mini-batch was finite, shares if there was no token.
+    Means over nothing are left out: the gradient norm if all updates were skipped, losses and
+    shares if no mini-batch was finite, shares if there was no token.
     """
     norms = [update.grad_norm for update in updates if not update.is_skipped]
     metrics = {
@@ -242,10 +247,11 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
 def timing_metrics(
     seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int
 ) -> dict[str, float]:
-    """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput per device.
+    """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput
+    per device.
 
-    num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response token, so it
-    includes the cost of groups that dynamic sampling dropped.
+    num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response
+    token, so it includes the cost of groups that dynamic sampling dropped.
     """
     num_response_tokens = sum(group.num_response_tokens for group in groups)
     num_tokens = num_response_tokens + sum(
@@ -272,7 +278,8 @@ def format_step(step: int, metrics: Mapping[str, float]) -> str:
 class MetricsLog:
     """metrics.jsonl, one line per step; step 0 is the validation before training.
 
-    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be written.
+    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be
+    written.
     """
 
     def __init__(self, folder: Path, last_step: int | None) -> None:
@@ -295,12 +302,15 @@ class MetricsLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as well."""
+        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as
+        well.
+        """
         try:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} cannot be written: {error}; free disk space, or move --output or store.path to a "
+                f"{self.path} cannot be written: {error}; free disk space, or move --output or "
+                "store.path to a "
                 "larger disk. Training then resumes from its latest checkpoint"
             ) from error
 

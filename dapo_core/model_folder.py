@@ -50,7 +50,8 @@ _OTHER_FORMS = {
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
-    """Raise ModelError unless the folder has a configuration, weights, a tokenizer, and no link that leads out.
+    """Raise ModelError unless the folder has a configuration, weights, a tokenizer, and no link
+    that leads out.
 
     `key` is the configuration key of the folder.
     """
@@ -75,7 +76,8 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
             "",
         )
         raise ModelError(
-            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face "
+            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
+            "Face "
             f"folder{hint}"
         )
     require_own_files(folder)
@@ -84,7 +86,8 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
 def require_reference(path: str | None, model_path: Path | None = None) -> None:
     """Raise ModelError unless algorithm.kl.reference_path, if set, is a model folder.
 
-    With `model_path`, also compares the sizes in config.json with the policy's; ranks compare every tensor later.
+    With `model_path`, also compares the sizes in config.json with the policy's; ranks compare every
+    tensor later.
     """
     if path is None:
         return
@@ -96,7 +99,8 @@ def require_reference(path: str | None, model_path: Path | None = None) -> None:
         actual, expected = reference_config.get(name), policy_config.get(name)
         if actual != expected:
             raise ModelError(
-                f"the reference model {path} has {name} {actual}, but the policy has {expected}: both must have "
+                f"the reference model {path} has {name} {actual}, but the policy has {expected}: "
+                "both must have "
                 "the same architecture and sizes; set another algorithm.kl.reference_path"
             )
 
@@ -111,7 +115,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise ModelError for a symlink that leads out of the folder, because it could expose any file.
+    """Raise ModelError for a symlink that leads out of the folder, because it could expose any
+    file.
 
     A snapshot in a Hugging Face cache may link to its blobs.
     """
@@ -123,7 +128,8 @@ def require_own_files(folder: Path) -> None:
         target = _target_of(path)
         if not any(target.is_relative_to(parent) for parent in allowed):
             raise ModelError(
-                f"{path} is a link to {target}, outside the model folder; replace it with a copy, or set "
+                f"{path} is a link to {target}, outside the model folder; replace it with a copy, "
+                "or set "
                 "model.path to the folder with the files"
             )
 
@@ -139,7 +145,8 @@ def _target_of(link: Path) -> Path:
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor, by tensor name; reads only the index or the headers.
+    """Return the safetensors file of each tensor, by tensor name; reads only the index or the
+    headers.
 
     Raises ModelError if the index cannot be read or names missing files.
     """
@@ -150,13 +157,16 @@ def weight_files(model_path: str | Path) -> dict[str, Path]:
         outside = sorted({file for file in weight_map.values() if Path(file).name != file})
         if outside:
             raise ModelError(
-                f"{INDEX_FILE} in {folder} names {outside[0]}, which is not a file name; fetch the model again"
+                f"{INDEX_FILE} in {folder} names {outside[0]}, which is not a file name; fetch the "
+                "model again"
             )
         missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
         if missing:
             raise ModelError(
-                f"{folder} lacks {len(missing)} of the {len(set(weight_map.values()))} files in {INDEX_FILE}, "
-                f"such as {missing[0]}; fetch the model again, or set model.path to a complete folder"
+                f"{folder} lacks {len(missing)} of the {len(set(weight_map.values()))} files in "
+                f"{INDEX_FILE}, "
+                f"such as {missing[0]}; fetch the model again, or set model.path to a complete "
+                "folder"
             )
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / SINGLE_FILE
@@ -170,7 +180,9 @@ def weight_names(model_path: str | Path) -> set[str]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the non-weight files of a model folder: config, tokenizer, chat templates, generation config."""
+    """Return the non-weight files of a model folder: config, tokenizer, chat templates, generation
+    config.
+    """
     return [
         path
         for path in sorted((*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")))
@@ -240,9 +252,9 @@ def files_to_fetch(
 ) -> list[str]:
     """Return the files of a repository that training and serving need, sorted.
 
-    These are safetensors weights (without copies in other formats, precisions or folders), configuration,
-    tokenizer, chat templates, licence, and, with `with_code`, Python files. Raises ModelError if the model is
-    incomplete.
+    These are safetensors weights (without copies in other formats, precisions or folders),
+    configuration, tokenizer, chat templates, licence, and, with `with_code`, Python files. Raises
+    ModelError if the model is incomplete.
     """
     top = [path for path in paths if "/" not in path or path.startswith(f"{CHAT_TEMPLATES}/")]
     weights = [path for path in top if path.endswith(".safetensors")]
@@ -271,10 +283,14 @@ def files_to_fetch(
 
 def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> str:
     if "adapter_config.json" in top and "config.json" not in top:
-        return "it contains an adapter, not a model: merge it into its base model and set model.path to the result"
+        return (
+            "it contains an adapter, not a model: merge it into its base model and set model.path "
+            "to the result"
+        )
     if not weights and pickles:
         return (
-            f"its weights are pickled ({pickles[0]}), a format that can run code; model.allow_pickle=true loads "
+            f"its weights are pickled ({pickles[0]}), a format that can run code; "
+            "model.allow_pickle=true loads "
             "only tensors from them and converts them to safetensors"
         )
     if not weights:

@@ -22,7 +22,8 @@ Root = TypeVar("Root", bound=TrainingConfig)
 
 
 def read_sampling(model_path: Path) -> Sampling:
-    """Return the sampling recommended by generation_config.json; raises ModelError if there is none.
+    """Return the sampling recommended by generation_config.json; raises ModelError if there is
+    none.
 
     As in vLLM, missing values are neutral. Penalties are ignored with a warning.
     """
@@ -40,7 +41,8 @@ def read_sampling(model_path: Path) -> Sampling:
         return GREEDY
     if not found:
         raise ModelError(
-            f"{file} has no temperature, top_p or top_k for sampling=model to use; set rollout.sampling and "
+            f"{file} has no temperature, top_p or top_k for sampling=model to use; set "
+            "rollout.sampling and "
             "validation.sampling to settings, with your own values"
         )
     penalties = {
@@ -61,8 +63,8 @@ def read_sampling(model_path: Path) -> Sampling:
 def with_model_sampling(config: Root, model_path: Path) -> Root:
     """Return the configuration with `sampling: model` replaced by the model's values.
 
-    Raises ModelError if the folder recommends no sampling, and ConfigError if the recommended sampling contradicts
-    other keys.
+    Raises ModelError if the folder recommends no sampling, and ConfigError if the recommended
+    sampling contradicts other keys.
     """
     sections = {name: getattr(config, name) for name in ("rollout", "validation")}
     names = [name for name, section in sections.items() if section.sampling == "model"]
@@ -72,7 +74,8 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
     if sampling.is_greedy and "rollout" in names:
         raise ConfigError(
             f"{GENERATION_CONFIG} in {model_path} is greedy, which would repeat the same response "
-            f"{config.rollout.group_size} times; set rollout.sampling=settings and a rollout.temperature"
+            f"{config.rollout.group_size} times; set rollout.sampling=settings and a "
+            "rollout.temperature"
         )
     logger.info("sampling from the model's %s: %s", GENERATION_CONFIG, sampling)
     values = {} if sampling.is_greedy else asdict(sampling)

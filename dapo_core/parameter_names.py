@@ -1,8 +1,8 @@
 """Maps parameter names in transformers to tensor names in model files.
 
-They differ for experts: transformers 5 keeps all experts of a layer in one parameter, while published models store
-each expert's matrices separately. Ranks and checkpoints use the transformers names; engines and model folders use
-the file names.
+They differ for experts: transformers 5 keeps all experts of a layer in one parameter, while
+published models store each expert's matrices separately. Ranks and checkpoints use the transformers
+names; engines and model folders use the file names.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ class FilePiece:
     is_turned: bool = False  # transposed in the files (last two dimensions)
 
     def view(self, whole: torch.Tensor, first_expert: int = 0) -> torch.Tensor:
-        """Return a view of this piece in the parameter, or in its slice that starts at `first_expert`."""
+        """Return a view of this piece in the parameter, or in its slice that starts at
+        `first_expert`.
+        """
         if self.expert is None:
             return whole.transpose(-1, -2) if self.is_turned else whole
         return whole[self.expert - first_expert, self.first_row : self.first_row + self.num_rows]
 
 
 def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) -> list[FilePiece]:
-    """Return the file tensors that make up the parameter `name`; empty if the files lack any of them.
+    """Return the file tensors that make up the parameter `name`; empty if the files lack any of
+    them.
 
     Fused experts are gate_up_proj [E, 2I, H], gate before up, and down_proj [E, H, I].
     """
@@ -55,7 +58,9 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
 
 
 def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
-    """Return each expert's matrices under their published names, in row order; empty unless experts are fused."""
+    """Return each expert's matrices under their published names, in row order; empty unless experts
+    are fused.
+    """
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return []
@@ -73,8 +78,8 @@ def match_files(
 ) -> tuple[dict[str, torch.Size], list[str], list[str]]:
     """Match a model's tensors with those in its files.
 
-    Returns the required shape of each file tensor, the model tensors missing in the files, and the file tensors
-    that the model does not have.
+    Returns the required shape of each file tensor, the model tensors missing in the files, and the
+    file tensors that the model does not have.
     """
     shapes: dict[str, torch.Size] = {}
     missing = []
@@ -95,8 +100,10 @@ def file_views(
     pieces = file_pieces(name, whole.shape, file_names)
     if not pieces:
         raise ModelError(
-            f"parameter {name} {list(whole.shape)} is not among the {len(file_names)} tensors in the model files, "
-            "and cannot be assembled from them; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE "
+            f"parameter {name} {list(whole.shape)} is not among the {len(file_names)} tensors in "
+            "the model files, "
+            "and cannot be assembled from them; set model.path to an architecture such as Qwen2, "
+            "Qwen3, Qwen3-MoE "
             "or Llama"
         )
     return {piece.file_name: piece.view(whole) for piece in pieces}

@@ -15,7 +15,8 @@ from dapo_core.model_folder import INDEX_FILE, PICKLE_INDEX
 
 
 def convert_pickles(folder: Path) -> None:
-    """Convert a folder's pickled weights to safetensors, one file in memory at a time, and delete them.
+    """Convert a folder's pickled weights to safetensors, one file in memory at a time, and delete
+    them.
 
     Raises ModelError for a pickle that contains anything but named tensors.
     """

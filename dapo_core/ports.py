@@ -8,7 +8,9 @@ import socket
 
 
 def free_ports(host: str, count: int = 1) -> list[int]:
-    """Return distinct ports that are free on the host now; raises OSError if the host is not this machine."""
+    """Return distinct ports that are free on the host now; raises OSError if the host is not this
+    machine.
+    """
     with contextlib.ExitStack() as stack:  # keep all bound until the last is chosen
         probes = [stack.enter_context(new_socket(host)) for _ in range(count)]
         for probe in probes:
@@ -36,7 +38,9 @@ def meeting_point(address: str) -> str:
 
 
 def connect(address: str, max_seconds: float, own: str = "") -> None:
-    """Open and close a TCP connection to HOST:PORT, from the address `own` if given; raises OSError."""
+    """Open and close a TCP connection to HOST:PORT, from the address `own` if given; raises
+    OSError.
+    """
     host, _, port = address.rpartition(":")
     target, source = (host.strip("[]"), int(port)), (own, 0) if own else None
     socket.create_connection(target, max_seconds, source_address=source).close()

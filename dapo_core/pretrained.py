@@ -30,8 +30,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the folder's tokenizer, with the chat template from a file if given.
 
-    Raises ModelError if the tokenizer cannot be read or has no chat template, ConfigError if the file cannot be
-    read.
+    Raises ModelError if the tokenizer cannot be read or has no chat template, ConfigError if the
+    file cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -48,7 +48,8 @@ def load_tokenizer(
             ) from None
     if not tokenizer.chat_template:
         raise ModelError(
-            f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "
+            f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, "
+            "or set "
             "model.chat_template (dapo init: --chat-template) to a template file"
         )
     return tokenizer
@@ -99,7 +100,8 @@ def _model_errors(model_path: str | Path, problem: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{model_path} needs its own Python files, which are not run by default; read them, and set "
+                f"{model_path} needs its own Python files, which are not run by default; read "
+                "them, and set "
                 "model.trust_remote_code=true if you trust them"
             ) from error
         raise ModelError(f"{model_path} {problem}: {error}; check model.path") from error

@@ -55,7 +55,9 @@ class _Shared(ctypes.Structure):
 
 
 class Restarts:
-    """Limits restarts without a new checkpoint, with a growing delay. Forked processes share the count."""
+    """Limits restarts without a new checkpoint, with a growing delay. Forked processes share the
+    count.
+    """
 
     def __init__(
         self, max_restarts: int, delay_seconds: float, sleep: Callable[[float], None] = time.sleep
@@ -78,8 +80,8 @@ class Restarts:
     ) -> Result:
         """Call `attempt(start)` until it returns; retries on WorkerDied.
 
-        A retry starts from `find_own()`, the training's newest intact checkpoint, or from `start` if that is None.
-        A stop request prevents further retries.
+        A retry starts from `find_own()`, the training's newest intact checkpoint, or from `start`
+        if that is None. A stop request prevents further retries.
         """
         while True:
             try:
@@ -101,7 +103,8 @@ class Restarts:
             shared.num_in_a_row, shared.latest = 0, name
         if shared.num_in_a_row == self.max_restarts:
             raise WorkerDied(
-                f"{error}; giving up after {self.max_restarts} restarts without a new checkpoint: find out why "
+                f"{error}; giving up after {self.max_restarts} restarts without a new checkpoint: "
+                "find out why "
                 "the process dies, lower checkpoint.save_every, or raise train.max_restarts"
             ) from error
         max_delay = max(MAX_DELAY_SECONDS, self.delay_seconds)
@@ -109,7 +112,8 @@ class Restarts:
         shared.num_in_a_row += 1
         shared.num_restarts += 1
         logger.warning(
-            "%s; training restarts in %g s from %s (restart %d of at most %d without a new checkpoint)",
+            "%s; training restarts in %g s from %s (restart %d of at most %d without a new "
+            "checkpoint)",
             error,
             seconds,
             "the beginning" if latest is None else f"checkpoint {latest.name}",

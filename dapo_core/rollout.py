@@ -55,8 +55,8 @@ class _OpenGroup:
 class RolloutWorker:
     """One engine and its scoring processes: takes prompts and returns groups as they finish.
 
-    The engine decodes on its own thread, also between calls and during scoring. A group is finished once all its
-    responses are scored. Engine errors are raised by the next call.
+    The engine decodes on its own thread, also between calls and during scoring. A group is finished
+    once all its responses are scored. Engine errors are raised by the next call.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class RolloutWorker:
         ] = {}  # pool key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups. A response's seed depends only on (run seed, drawing step, group id, sample)."""
+        """Queue groups. A response's seed depends only on (run seed, drawing step, group id,
+        sample).
+        """
         unfinished = []
         for request in requests:
             group = _OpenGroup(
@@ -211,7 +213,8 @@ class RolloutWorker:
         group.responses[sample] = response
         prompt = group.request.prompt
         self._num_scored += 1
-        key = f"{response.request_id}#{self._num_scored}"  # after a suspend, the same response may come again
+        # after a suspend, the same response may come again
+        key = f"{response.request_id}#{self._num_scored}"
         self._scoring[key] = (group_id, sample)
         fields = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
         self.pool.submit(key, ScoreRequest(*fields, prompt.prompt_ids))

@@ -1,6 +1,7 @@
 """Rollout correction: importance weights and masks for the mismatch between policy and engine.
 
-The ratio of a token is policy over engine, r = exp(clamp(old_log_probs - rollout_log_probs, -20, 20)).
+The ratio of a token is policy over engine, r = exp(clamp(old_log_probs - rollout_log_probs, -20,
+20)).
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ def importance_weights(
 ) -> torch.Tensor | None:
     """Return detached weights for the token losses; None if importance=off.
 
-    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl): min(r, importance_max).
-    token: r of the token. stale: r for tokens sampled by an older policy, else 1. sequence: the product of r over
-    the response, for each of its tokens. With importance_min, weights are r inside [importance_min,
-    importance_max] and 0 outside (IcePop, arXiv:2510.18855). importance_normalize divides by the mean over
-    unmasked tokens, or with `sequence` over responses that have any.
+    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl): min(r,
+    importance_max). token: r of the token. stale: r for tokens sampled by an older policy, else 1.
+    sequence: the product of r over the response, for each of its tokens. With importance_min,
+    weights are r inside [importance_min, importance_max] and 0 outside (IcePop, arXiv:2510.18855).
+    importance_normalize divides by the mean over unmasked tokens, or with `sequence` over responses
+    that have any.
 
-    All tensors have the same shape: [B, R], or packed [M] except for sequence and importance_normalize. Masked
-    values may be NaN.
+    All tensors have the same shape: [B, R], or packed [M] except for sequence and
+    importance_normalize. Masked values may be NaN.
     """
     if settings.importance == "off":
         return None
@@ -62,12 +64,12 @@ def mask_rollouts(
 ) -> torch.Tensor:
     """Return the response mask without the tokens that `mask` or `divergence` removes.
 
-    mask keeps ratios inside [mask_low, mask_high]: r of each token (token), the geometric mean of r over the
-    response (sequence), or the product (product). A product over 20,000 tokens leaves any useful interval through
-    noise alone, hence the mean.
+    mask keeps ratios inside [mask_low, mask_high]: r of each token (token), the geometric mean of r
+    over the response (sequence), or the product (product). A product over 20,000 tokens leaves any
+    useful interval through noise alone, hence the mean.
 
-    divergence keeps k2 = (log r)^2 / 2 or k3 = r - 1 - log r up to divergence_max: of each token, or as the sum,
-    mean or maximum over the response.
+    divergence keeps k2 = (log r)^2 / 2 or k3 = r - 1 - log r up to divergence_max: of each token,
+    or as the sum, mean or maximum over the response.
 
     All tensors are [B, R]. Masked values may be NaN.
     """
@@ -98,5 +100,7 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def response_sums(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the sum over each response: [B, 1]. In float64, because 20,000 float32 terms lose digits."""
+    """Return the sum over each response: [B, 1]. In float64, because 20,000 float32 terms lose
+    digits.
+    """
     return log_ratio.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -31,10 +31,11 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Return mismatch_metrics, plus metrics of importance weights and of masked tokens.
 
-    rollout/importance_mean: mean weight before importance_normalize, over the tokens that are weighted.
-    rollout/importance_truncated_ratio: share of these weights that were truncated or set to 0. Both are left out
-    if no token is weighted. rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}: share of masked tokens,
-    and of responses with any. rollout_corr/rollout_is_NAME: see weight_metrics.
+    rollout/importance_mean: mean weight before importance_normalize, over the tokens that are
+    weighted. rollout/importance_truncated_ratio: share of these weights that were truncated or set
+    to 0. Both are left out if no token is weighted.
+    rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}: share of masked tokens, and of
+    responses with any. rollout_corr/rollout_is_NAME: see weight_metrics.
 
     log_probs: [B, R], of the policy.
     """
@@ -67,14 +68,16 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Return how far engine and policy differ on unmasked tokens; {} if there are none.
 
-    rollout/probs_diff_{mean,max}: of |exp(old) - exp(rollout)|. rollout/kl: mean of rollout - old log-prob (k1).
-    rollout/k3_kl: mean of r - 1 - log r. rollout/chi2_token: mean of r^2 - 1. rollout/chi2_seq: mean over
-    responses of (product of r)^2 - 1, with the log of the product clamped to +-20. rollout/ess: (sum r)^2 /
-    (tokens * sum r^2), 1 if nothing differs. rollout/ppl_ratio: mean over responses of policy / engine perplexity.
+    rollout/probs_diff_{mean,max}: of |exp(old) - exp(rollout)|. rollout/kl: mean of rollout - old
+    log-prob (k1). rollout/k3_kl: mean of r - 1 - log r. rollout/chi2_token: mean of r^2 - 1.
+    rollout/chi2_seq: mean over responses of (product of r)^2 - 1, with the log of the product
+    clamped to +-20. rollout/ess: (sum r)^2 / (tokens * sum r^2), 1 if nothing differs.
+    rollout/ppl_ratio: mean over responses of policy / engine perplexity.
 
-    rollout_corr/{training,rollout}_{ppl,log_ppl}: mean over responses of the policy's and the engine's perplexity,
-    exp(-mean log-prob), and of its logarithm. rollout_corr/log_ppl_{diff,abs_diff}: mean difference of the
-    logarithms, policy - engine, and of its absolute value; _diff_{max,min}: its extremes.
+    rollout_corr/{training,rollout}_{ppl,log_ppl}: mean over responses of the policy's and the
+    engine's perplexity, exp(-mean log-prob), and of its logarithm.
+    rollout_corr/log_ppl_{diff,abs_diff}: mean difference of the logarithms, policy - engine, and of
+    its absolute value; _diff_{max,min}: its extremes.
     """
     num_tokens = response_mask.sum(dim=-1)
     answered = num_tokens > 0
@@ -119,14 +122,15 @@ def weight_metrics(
     weights: torch.Tensor,
     settings: RolloutCorrectionConfig,
 ) -> dict[str, float]:
-    """Return rollout_corr/rollout_is_NAME for token or response weights [B, R], before importance_normalize.
+    """Return rollout_corr/rollout_is_NAME for token or response weights [B, R], before
+    importance_normalize.
 
-    mean, std, and eff_sample_size = mean^2 / mean of squares, over tokens. max and min: of the weights; with
-    sequence, of the ratios. ratio_fraction_{high,low}: share of token or response ratios above importance_max and
-    below importance_min (if unset, 1 / importance_max). oob_ratio: both, over tokens, only with importance_min.
-    batch_norm_factor: the divisor of importance_normalize. seq_{mean,std,max,min,max_deviation}: of the mean
-    weight per response, and its largest distance from 1. seq_fraction_{high,low}: share of responses with such a
-    mean ratio.
+    mean, std, and eff_sample_size = mean^2 / mean of squares, over tokens. max and min: of the
+    weights; with sequence, of the ratios. ratio_fraction_{high,low}: share of token or response
+    ratios above importance_max and below importance_min (if unset, 1 / importance_max). oob_ratio:
+    both, over tokens, only with importance_min. batch_norm_factor: the divisor of
+    importance_normalize. seq_{mean,std,max,min,max_deviation}: of the mean weight per response, and
+    its largest distance from 1. seq_fraction_{high,low}: share of responses with such a mean ratio.
     """
     answered = response_mask.any(dim=-1)
     num_tokens = response_mask.sum(dim=-1)[answered]

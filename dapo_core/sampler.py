@@ -62,13 +62,14 @@ class _DrawState:
 class Sampler:
     """Fills training steps with groups that have signal.
 
-    sampler.order=stream takes the first P = train_prompts of them in prompt order, whatever their length. Later
-    groups, finished or not, carry over into the next step. At most (1 + max_staleness) * P prompts are open at a
-    time, so no group gets older than max_staleness steps. sampler.order=finish takes the first P to finish, which
-    favours short responses.
+    sampler.order=stream takes the first P = train_prompts of them in prompt order, whatever their
+    length. Later groups, finished or not, carry over into the next step. At most (1 +
+    max_staleness) * P prompts are open at a time, so no group gets older than max_staleness steps.
+    sampler.order=finish takes the first P to finish, which favours short responses.
 
-    With `is_deterministic`, a step takes groups in prompt order, and only once none is in flight, so the result
-    does not depend on timing. `while_waiting` is called about once a second and whenever groups finish.
+    With `is_deterministic`, a step takes groups in prompt order, and only once none is in flight,
+    so the result does not depend on timing. `while_waiting` is called about once a second and
+    whenever groups finish.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class Sampler:
     def draw(self, step: int) -> Draw:
         """Return the groups of training step `step`.
 
-        Starts with the surplus and unfinished groups of earlier steps, then draws new prompts. Once the step is
-        full, remaining groups with signal become surplus; unfinished ones carry over or are aborted.
+        Starts with the surplus and unfinished groups of earlier steps, then draws new prompts. Once
+        the step is full, remaining groups with signal become surplus; unfinished ones carry over or
+        are aborted.
 
-        Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with signal finishes for
-        max_seconds_without_kept; RolloutError if no group finishes at all in that time; RewardError if no response
-        could be scored.
+        Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with
+        signal finishes for max_seconds_without_kept; RolloutError if no group finishes at all in
+        that time; RewardError if no response could be scored.
         """
         state = _DrawState(step, TokenAccount(), self.clock())
         self._carry_in(state)
@@ -157,8 +159,9 @@ class Sampler:
     def _num_to_draw(self, state: _DrawState) -> int:
         """Return the number of prompts to draw now.
 
-        order=stream keeps gen_prompts prompts open (in flight or ready), at least P and at most
-        (1 + max_staleness) * P. order=finish draws gen_prompts whenever the open groups cannot fill the step.
+        order=stream keeps gen_prompts prompts open (in flight or ready), at least P and at most (1
+        + max_staleness) * P. order=finish draws gen_prompts whenever the open groups cannot fill
+        the step.
         """
         if self.is_deterministic and self.source.num_in_flight:
             return 0
@@ -293,7 +296,9 @@ class Sampler:
         logger.warning("%s %s (sampler.on_exhausted=%s)%s", reason, action, outcome, later)
 
     def _check_scores(self, account: TokenAccount, num_groups: int) -> None:
-        """Raise RewardError if at least `num_groups` groups finished in this step and no response has a score."""
+        """Raise RewardError if at least `num_groups` groups finished in this step and no response
+        has a score.
+        """
         if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
             raise no_scores_error(account)
 
@@ -312,13 +317,16 @@ class Sampler:
         return (
             f"{state.num_drawn} new prompts and the groups carried over gave {len(state.ready)} of "
             f"{self.train_prompts} groups with signal: {finished_groups_message(state.account)}; "
-            f"{self.source.num_in_flight} groups with {self.source.num_tokens_in_flight} response tokens are in "
+            f"{self.source.num_in_flight} groups with {self.source.num_tokens_in_flight} response "
+            "tokens are in "
             "flight."
         )
 
 
 def _fate_without_signal(group: Group) -> Fate:
-    """Return all_right, all_wrong, or all_equal for other values (equal scores may have different `acc`)."""
+    """Return all_right, all_wrong, or all_equal for other values (equal scores may have different
+    `acc`).
+    """
     accs = group.metric("acc") or [0.0]
     if min(accs) >= 1.0:
         return "all_right"

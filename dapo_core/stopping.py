@@ -1,4 +1,6 @@
-"""Graceful stop: a first SIGTERM or SIGINT requests a stop at a safe point, a second one ends training at once."""
+"""Graceful stop: a first SIGTERM or SIGINT requests a stop at a safe point, a second one ends
+training at once.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class TrainingStopped(DapoError, RuntimeError):
 class StopRequest:
     """Handles SIGTERM and SIGINT inside its `with` block; restores the previous handlers on exit.
 
-    A signal raises KeyboardInterrupt. Inside `deferred`, the first one is only recorded, and `check` raises.
-    Signals that are ignored, as in shell background jobs, stay ignored. Has no effect outside the main thread.
+    A signal raises KeyboardInterrupt. Inside `deferred`, the first one is only recorded, and
+    `check` raises. Signals that are ignored, as in shell background jobs, stay ignored. Has no
+    effect outside the main thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,9 +75,11 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, step: int) -> Iterator[None]:
-        """Raise StopRequested for a request before or inside the block, in which training step `step` only waits.
+        """Raise StopRequested for a request before or inside the block, in which training step
+        `step` only waits.
 
-        The caller must call `check` while waiting. A request after the block takes effect in the next such block.
+        The caller must call `check` while waiting. A request after the block takes effect in the
+        next such block.
         """
         self._last_step = step - 1
         self.check()

@@ -50,7 +50,8 @@ class Lengths:
 class TokenAccount:
     """Where a step's groups and response tokens went.
 
-    Tokens balance over a step: generated + carried in = kept + all_right + all_wrong + all_equal + surplus + stale
+    Tokens balance over a step: generated + carried in = kept + all_right + all_wrong + all_equal +
+    surplus + stale
     + aborted + carried out. Groups balance likewise, with drawn in place of generated. Carried in is the previous
     step's surplus plus its carried out.
     """
@@ -101,7 +102,9 @@ class TokenAccount:
 
     @property
     def without_signal(self) -> str:
-        """The groups without signal, such as `2 all right, 4 all wrong`; all equal ones only if there are any."""
+        """The groups without signal, such as `2 all right, 4 all wrong`; all equal ones only if
+        there are any.
+        """
         fates = NO_SIGNAL if self.groups["all_equal"] else NO_SIGNAL[:2]
         return ", ".join(f"{self.groups[fate]} {fate.replace('_', ' ')}" for fate in fates)
 
@@ -113,10 +116,12 @@ class TokenAccount:
 
 
 class LengthWatch:
-    """Warns if trained responses differ in length from all responses that could have been trained on.
+    """Warns if trained responses differ in length from all responses that could have been trained
+    on.
 
-    The latter are the trained ones plus those dropped as stale or aborted in the same steps. Waiting groups count
-    as neither; groups without signal are left out, because their lengths may differ for good reason.
+    The latter are the trained ones plus those dropped as stale or aborted in the same steps.
+    Waiting groups count as neither; groups without signal are left out, because their lengths may
+    differ for good reason.
     """
 
     def __init__(self) -> None:
@@ -143,8 +148,10 @@ class LengthWatch:
         self._kept.clear()
         self._dropped.clear()
         logger.warning(
-            "the responses trained on in the last %d steps have %.0f tokens on average; with dropped groups it "
-            "would be at least %.0f. Training selects groups by length, because sampler.order=finish keeps those "
+            "the responses trained on in the last %d steps have %.0f tokens on average; with "
+            "dropped groups it "
+            "would be at least %.0f. Training selects groups by length, because "
+            "sampler.order=finish keeps those "
             "that finish first; set sampler.order=stream",
             WATCHED_STEPS,
             kept_mean,
@@ -155,8 +162,9 @@ class LengthWatch:
 def expected_length(responses: Sequence[tuple[int, bool]]) -> float:
     """Return the mean length of responses given as (tokens, is complete), some of them cut short.
 
-    This is the area under the Kaplan-Meier estimate of the share of responses longer than t tokens, up to the
-    longest one seen: a lower bound if the longest ones are incomplete, the plain mean if none is.
+    This is the area under the Kaplan-Meier estimate of the share of responses longer than t tokens,
+    up to the longest one seen: a lower bound if the longest ones are incomplete, the plain mean if
+    none is.
     """
     lengths = np.array([length for length, _ in responses])
     is_complete = np.array([complete for _, complete in responses])

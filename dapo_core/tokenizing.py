@@ -87,11 +87,13 @@ def tokenized_prompts(
     data: PromptsConfig,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> TokenizedPrompts:
-    """Return the tokenized prompts of a file in the DAPO-Math-17k schema, reusing those of an earlier attempt.
+    """Return the tokenized prompts of a file in the DAPO-Math-17k schema, reusing those of an
+    earlier attempt.
 
-    Needs memory for a few batches and one number per row. Also writes prompt_lengths.json to `output_dir`. Raises
-    ProblemsError for a file that cannot be read or has unusable rows, DataError for prompts that are too long,
-    ConfigError for a chat template argument that the template does not read.
+    Needs memory for a few batches and one number per row. Also writes prompt_lengths.json to
+    `output_dir`. Raises ProblemsError for a file that cannot be read or has unusable rows,
+    DataError for prompts that are too long, ConfigError for a chat template argument that the
+    template does not read.
     """
     require_template_reads(tokenizer, template_kwargs)
     folder = output_dir / PROMPTS_FOLDER / _key(path, model_path, template_kwargs)[:16]
@@ -112,7 +114,8 @@ def remove_prompts(output_dir: Path) -> None:
 def describe_lengths(
     lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong
 ) -> dict[str, Any]:
-    """Return statistics of prompt lengths for the data card: quantiles, histogram, number of too long prompts.
+    """Return statistics of prompt lengths for the data card: quantiles, histogram, number of too
+    long prompts.
 
     `counts[i]` prompts have `edges[i]` to `edges[i + 1]` - 1 tokens.
     """
@@ -158,7 +161,9 @@ def require_template_reads(
 
 
 def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
-    """Return a digest of everything the tokens depend on: the rows and the model's non-weight files."""
+    """Return a digest of everything the tokens depend on: the rows and the model's non-weight
+    files.
+    """
     parts = [
         f"{FORMAT}",
         *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")),
@@ -234,7 +239,8 @@ def _encoded(
 ) -> Iterator[tuple[list[Problem], Tokens]]:
     """Yield each batch with its tokens, in order.
 
-    A fast tokenizer uses all cores outside of Python; meanwhile the next batch is read and rendered.
+    A fast tokenizer uses all cores outside of Python; meanwhile the next batch is read and
+    rendered.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
         previous: tuple[list[Problem], Future[Tokens]] | None = None
@@ -266,8 +272,10 @@ def _render(
     except TemplateError as error:
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
         raise DataError(
-            f"the model's chat template rejects messages with these roles ({'; '.join(roles)}): {error}. Change "
-            "the prompts or data.system_prompt, or set model.chat_template to a template that accepts them"
+            f"the model's chat template rejects messages with these roles ({'; '.join(roles)}): "
+            f"{error}. Change "
+            "the prompts or data.system_prompt, or set model.chat_template to a template that "
+            "accepts them"
         ) from None
 
 

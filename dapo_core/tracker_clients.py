@@ -1,4 +1,6 @@
-"""Experiment tracker clients behind one interface: TensorBoard, Weights & Biases, SwanLab and MLflow."""
+"""Experiment tracker clients behind one interface: TensorBoard, Weights & Biases, SwanLab and
+MLflow.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,8 @@ class WandB(Client):
         self._wandb = wandb
         folder = Path(os.environ.get("WANDB_DIR") or place.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # Do not send output, code or package lists: they may contain secrets, and are in the run folder anyway.
+        # Do not send output, code or package lists: they may contain secrets, and are in the run
+        # folder anyway.
         settings = wandb.Settings(
             console="off",
             disable_git=True,
@@ -260,7 +263,8 @@ def _online_or_offline(tracker: str, start: Any, **arguments: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
         folder = arguments.get("dir") or arguments.get("log_dir")
         logger.warning(
-            "%s cannot start online (%s): it writes to %s instead; send the files later with `%s sync`",
+            "%s cannot start online (%s): it writes to %s instead; send the files later with `%s "
+            "sync`",
             *(tracker, redact(str(error)), folder, tracker),
         )
         return start(**arguments, mode="offline")

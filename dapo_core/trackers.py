@@ -1,4 +1,6 @@
-"""Sends step metrics, validation responses and evaluation results to experiment trackers, in the background."""
+"""Sends step metrics, validation responses and evaluation results to experiment trackers, in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,20 @@ def require_trackers(names: Sequence[str]) -> None:
     if missing:
         packages = " ".join(CLIENTS[name][2] for name in missing)
         raise ConfigError(
-            f"train.trackers includes {', '.join(missing)}, but the client is not installed: pip install "
-            f"{packages} (or '.[trackers]' in the project folder for all), or remove it from train.trackers"
+            f"train.trackers includes {', '.join(missing)}, but the client is not installed: pip "
+            "install "
+            f"{packages} (or '.[trackers]' in the project folder for all), or remove it from "
+            "train.trackers"
         )
 
 
 @contextmanager
 def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterator[Trackers]:
-    """Yield the trackers in train.trackers for a training in `folder`; trackers.json stores their runs.
+    """Yield the trackers in train.trackers for a training in `folder`; trackers.json stores their
+    runs.
 
-    A resumed training continues the runs in that file; a new one starts new runs. Tracker failures are logged once
-    and counted; they never end training.
+    A resumed training continues the runs in that file; a new one starts new runs. Tracker failures
+    are logged once and counted; they never end training.
     """
     train = config.train
     place = Place(
@@ -74,7 +79,9 @@ def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterat
 
 
 def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
-    """Send evaluation results to the runs of a finished training in `folder`, without changing its files."""
+    """Send evaluation results to the runs of a finished training in `folder`, without changing its
+    files.
+    """
     saved = _read(folder)
     trackers = Trackers(saved.place, list(saved.records.values()), {}, None)
     trackers.send(lambda client: client.log_results(finite(results), step))

@@ -1,4 +1,5 @@
-"""The training loop: draw -> pack -> anchor -> weigh -> learn -> publish -> validate -> keep -> log.
+"""The training loop: draw -> pack -> anchor -> weigh -> learn -> publish -> validate -> keep ->
+log.
 
                    +--------------------------------------------------+
                    |   Trainer (this file), in the driver process     |
@@ -11,12 +12,13 @@
     +-----------------------------------+         +---------------------------------+
 
 draw           The trainer waits for P groups with signal (sampler.py). Engines decode while workers score.
-anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until publish.
+anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until
+publish.
 publish        Rank 0 sends weights in buckets to all engine processes; checksums verify them (weight_transfer/).
 keep           Ranks write their checkpoint shards to disk while the next step draws (checkpoint/).
 
-With train.placement=colocated, ranks and engines take turns on the same devices (turns.py). If an actor dies, all
-restart from the last checkpoint (training.py).
+With train.placement=colocated, ranks and engines take turns on the same devices (turns.py). If an
+actor dies, all restart from the last checkpoint (training.py).
 """
 
 from __future__ import annotations
@@ -139,7 +141,9 @@ class Trainer:
         return metrics
 
     def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
-        """Run all remaining steps. On a stop request, write a final checkpoint and raise StopRequested."""
+        """Run all remaining steps. On a stop request, write a final checkpoint and raise
+        StopRequested.
+        """
         self.stop = stop or self.stop
         with self.stop.deferred(), self.checkpoints.ending():
             if self.num_steps == 0 and self.config.validation.before_training:

@@ -1,4 +1,6 @@
-"""Runs a training from input checks to the last checkpoint, with resume, restarts and graceful stop."""
+"""Runs a training from input checks to the last checkpoint, with resume, restarts and graceful
+stop.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,14 @@ def train(
     held_out_path: Path | None = None,
     restarts: Restarts | None = None,
 ) -> TrainResult:
-    """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to `output_dir`.
+    """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to
+    `output_dir`.
 
-    Checks all input before any worker starts. If a worker dies, all restart from the last checkpoint; after
-    train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM or SIGINT, writes a final
-    checkpoint and raises TrainingStopped; a second signal raises KeyboardInterrupt immediately. `on_step(step,
-    metrics)` is called after each step; `restarts` also counts restarts by earlier processes.
+    Checks all input before any worker starts. If a worker dies, all restart from the last
+    checkpoint; after train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM
+    or SIGINT, writes a final checkpoint and raises TrainingStopped; a second signal raises
+    KeyboardInterrupt immediately. `on_step(step, metrics)` is called after each step; `restarts`
+    also counts restarts by earlier processes.
     """
     folder = output_dir / CHECKPOINTS
     restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
@@ -73,7 +77,8 @@ def train(
             and not config.rollout.samples_among_all
         ):
             logger.warning(
-                "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with the policy's, so "
+                "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with "
+                "the policy's, so "
                 "tokens sampled by older weights train without importance weights",
                 config.rollout.top_p,
                 config.rollout.top_k,
@@ -148,7 +153,8 @@ def _read_prompts(
     if config.validation.every:
         if held_out_path is None:
             raise ConfigError(
-                f"validation.every={config.validation.every} needs a held-out set; pass one with --held-out, "
+                f"validation.every={config.validation.every} needs a held-out set; pass one with "
+                "--held-out, "
                 "or set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, tokenizer, config)

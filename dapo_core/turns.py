@@ -38,9 +38,9 @@ COLOCATED: dict[Phase, Holding] = {
 def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     """Return what ranks and engines hold in each phase, for the training's placement.
 
-    On separate devices, engines always hold everything, and ranks everything that no train.offload key moves away.
-    With another backend, ranks do the same on shared devices, except for gradients, which only exist during an
-    update.
+    On separate devices, engines always hold everything, and ranks everything that no train.offload
+    key moves away. With another backend, ranks do the same on shared devices, except for gradients,
+    which only exist during an update.
     """
     is_own = train.backend == "own"
     if train.is_colocated and is_own:
@@ -58,7 +58,9 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
 
 
 class Turns:
-    """Moves ranks and engines from phase to phase, starting with `generate`, in which engines hold everything."""
+    """Moves ranks and engines from phase to phase, starting with `generate`, in which engines hold
+    everything.
+    """
 
     def __init__(self, policy: PolicyGroup, rollouts: RolloutGroup, train: TrainConfig) -> None:
         self._policy = policy
@@ -74,7 +76,8 @@ class Turns:
         self.memory_metrics()  # discards the peaks of loading
 
     def enter(self, phase: Phase, timer: PhaseTimer) -> None:
-        """Free what is not needed in the phase on both sides, then load what is. Timed as phase `turns`.
+        """Free what is not needed in the phase on both sides, then load what is. Timed as phase
+        `turns`.
 
         In-flight groups are suspended before engines free anything.
         """
@@ -92,7 +95,9 @@ class Turns:
             self._phase = phase
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return memory in GiB by metric name, the maximum over ranks: per phase of the step, and overall."""
+        """Return memory in GiB by metric name, the maximum over ranks: per phase of the step, and
+        overall.
+        """
         self._record_memory()
         phase_peaks, self._phase_peaks = self._phase_peaks, {}
         return {**self._peaks, **phase_peaks}

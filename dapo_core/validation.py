@@ -1,4 +1,6 @@
-"""Validation during training: samples responses to held-out prompts, computes metrics, saves some as text."""
+"""Validation during training: samples responses to held-out prompts, computes metrics, saves some
+as text.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,11 @@ GENERATIONS_FOLDER = "generations"  # in the training output: validation respons
 def held_out_prompts(
     path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
 ) -> list[Prompt]:
-    """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo eval`.
+    """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo
+    eval`.
 
-    Problems without a data source are scored as their set. Raises ProblemsError for a file that `dapo eval`
-    rejects, DataError for prompts that are too long, and the errors of require_scorers.
+    Problems without a data source are scored as their set. Raises ProblemsError for a file that
+    `dapo eval` rejects, DataError for prompts that are too long, and the errors of require_scorers.
     """
     held_out = read_held_out(path)
     template = find_template(DEFAULT, held_out.template)
@@ -63,7 +66,8 @@ def held_out_prompts(
 class Validation:
     """Samples and scores responses to the held-out prompts with the engines' current weights.
 
-    Writes the first response to a fixed subset of the prompts to generations/step_N.jsonl in `folder`.
+    Writes the first response to a fixed subset of the prompts to generations/step_N.jsonl in
+    `folder`.
     """
 
     def __init__(
@@ -153,8 +157,10 @@ def validate(
             last_finished = clock()
         elif (seconds := clock() - last_finished) > max_seconds:
             raise RolloutError(
-                f"no response finished for {seconds:.0f} s of the validation after training step {step}: "
-                f"{len(groups)} of {len(requests)} prompts are done, {source.num_tokens_in_flight} response "
+                f"no response finished for {seconds:.0f} s of the validation after training step "
+                f"{step}: "
+                f"{len(groups)} of {len(requests)} prompts are done, {source.num_tokens_in_flight} "
+                "response "
                 f"tokens are in flight. {STALL_ADVICE}"
             )
     source.take_reward_seconds()  # must not count for the next draw
@@ -166,9 +172,9 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the responses to each prompt.
 
-    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are
-    per set, or per data source if there is one set. Prompts and sets without a scored response are left out.
-    Raises RewardError if the scorer failed on every response.
+    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's
+    metrics are per set, or per data source if there is one set. Prompts and sets without a scored
+    response are left out. Raises RewardError if the scorer failed on every response.
     """
     num_samples = len(rollouts[0])
     sets: dict[str, list[list[Rollout]]] = {}
@@ -178,8 +184,10 @@ def validation_metrics(
     every = [rollout for siblings in rollouts for rollout in siblings]
     if not sets:
         raise RewardError(
-            f"the scorer raised or timed out on all {len(every)} responses of the validation after training step "
-            f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
+            f"the scorer raised or timed out on all {len(every)} responses of the validation after "
+            "training step "
+            f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or "
+            "raise "
             "reward.timeout_seconds"
         )
     accuracies = [
@@ -206,10 +214,12 @@ def validation_metrics(
 def sample_metrics(
     name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int
 ) -> dict[str, float]:
-    """Return verl's metrics of the set `name` from the scored responses to its prompts, 1 to N per prompt.
+    """Return verl's metrics of the set `name` from the scored responses to its prompts, 1 to N per
+    prompt.
 
-    best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a prompt's N,
-    averaged over prompts, for n = 2, 4, 8 ... N. verl draws 1,000 times; here best and worst are exact.
+    best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a
+    prompt's N, averaged over prompts, for n = 2, 4, 8 ... N. verl draws 1,000 times; here best and
+    worst are exact.
     """
     votes = any(rollout.answer is not None for rollouts in prompts for rollout in rollouts)
     metrics: dict[str, float] = {}
@@ -257,7 +267,9 @@ def _sizes(num_samples: int) -> list[int]:
 
 
 def _best(values: np.ndarray, n: int) -> tuple[float, float]:
-    """Return mean and std of the maximum of n draws with replacement: P(maximum <= k-th of K) = (k / K)^n."""
+    """Return mean and std of the maximum of n draws with replacement: P(maximum <= k-th of K) = (k
+    / K)^n.
+    """
     probabilities = np.diff((np.arange(len(values) + 1) / len(values)) ** n)
     ordered = np.sort(values)
     mean = float(probabilities @ ordered)

@@ -55,7 +55,8 @@ def too_old() -> list[str]:
             floor["lowest"]
         ):
             found.append(
-                f"{name} {version} is installed, but {floor['lowest']} is the minimum: {floor['reason']}"
+                f"{name} {version} is installed, but {floor['lowest']} is the minimum: "
+                f"{floor['reason']}"
             )
     return found
 
@@ -64,7 +65,8 @@ def require_versions() -> None:
     """Raise ConfigError if an installed package is older than its minimum."""
     if found := too_old():
         raise ConfigError(
-            f"{'; '.join(found)}. Install a file from requirements/, or set train.backend=verl to train with the "
+            f"{'; '.join(found)}. Install a file from requirements/, or set train.backend=verl to "
+            "train with the "
             "installed versions"
         )
 
@@ -90,7 +92,10 @@ def unknown_set(versions: Mapping[str, str]) -> str | None:
     if set_of(versions):
         return None
     nearest = nearest_set(versions)
-    return f"not a known set; of the nearest, {nearest.name}: {', '.join(nearest.differences(versions))}"
+    return (
+        f"not a known set; of the nearest, {nearest.name}: "
+        f"{', '.join(nearest.differences(versions))}"
+    )
 
 
 def stack() -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""Model of the default recipe: a small Qwen3, trained here to solve some of the arithmetic problems.
+"""Model of the default recipe: a small Qwen3, trained here to solve some of the arithmetic
+problems.
 
-Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors, generation_config.
-The supervised warm start is deliberately short, to leave room for reinforcement learning.
+Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors,
+generation_config. The supervised warm start is deliberately short, to leave room for reinforcement
+learning.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IGNORED_LABEL = -100
@@ -38,9 +41,10 @@ WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
 MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.06
 ROPE_THETA = 300.0
-# At first, all solutions are step by step. In the last SLANTED_SHARE of the steps, only STEPWISE_WORD_SHARE of the
-# word problems are; the others are solved in one step, which a small model gets wrong. So the model can work step
-# by step but rarely does for word problems: reinforcement learning has something to teach.
+# At first, all solutions are step by step. In the last SLANTED_SHARE of the steps, only
+# STEPWISE_WORD_SHARE of the word problems are; the others are solved in one step, which a small
+# model gets wrong. So the model can work step by step but rarely does for word problems:
+# reinforcement learning has something to teach.
 SLANTED_SHARE = 0.2
 STEPWISE_WORD_SHARE = 0.2
 
@@ -52,10 +56,12 @@ def build_model(
     seed: int,
     num_threads: int = 2,
 ) -> dict[str, Any]:
-    """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
+    """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and
+    seconds.
 
-    Deterministic on the same machine; restores the caller's random state and number of threads. Rows that are not
-    generated problems are skipped, because their solutions are unknown; raises ModelError if no other row is left.
+    Deterministic on the same machine; restores the caller's random state and number of threads.
+    Rows that are not generated problems are skipped, because their solutions are unknown; raises
+    ModelError if no other row is left.
     """
     started = time.monotonic()
     num_rows, train_rows = (
@@ -64,7 +70,8 @@ def build_model(
     )
     if not train_rows:
         raise ModelError(
-            f"none of {num_rows} training rows is a generated arithmetic problem, but a warm start only knows the "
+            f"none of {num_rows} training rows is a generated arithmetic problem, but a warm start "
+            "only knows the "
             "solutions of these: set data.train=arithmetic, or model.source=path with a model"
         )
     tokenizer = train_tokenizer(train_rows)
@@ -91,7 +98,9 @@ def build_model(
 
 
 def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on prompts and solutions: one token per digit, any text round-trips."""
+    """Train a byte-level BPE tokenizer on prompts and solutions: one token per digit, any text
+    round-trips.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -3,8 +3,8 @@
     snapshot = resolve("hf:Qwen/Qwen3-8B@main")           # commit, files, sizes, digests; downloads nothing
     fetch(snapshot, folder, paths=["config.json"])        # resumes and verifies
 
-References: `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:ORG/NAME[@REVISION][/FILE]`, `https://...#sha256=DIGEST`,
-or a list of such URLs. FILE may be a folder.
+References: `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:ORG/NAME[@REVISION][/FILE]`,
+`https://...#sha256=DIGEST`, or a list of such URLs. FILE may be a folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ __all__ = [
 
 
 def resolve(reference: str | Sequence[str], kind: Kind = "model") -> Snapshot:
-    """Resolve a reference to its current commit, files, sizes and digests, without downloading content.
+    """Resolve a reference to its current commit, files, sizes and digests, without downloading
+    content.
 
     Raises BadReference, NotFound, AccessDenied, and Unreachable or its subclass Offline.
     """
@@ -78,11 +79,12 @@ def fetch(
     paths: Collection[str] | None = None,
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Download files of a snapshot (default: all) into the folder; a single archive from a URL is unpacked there.
+    """Download files of a snapshot (default: all) into the folder; a single archive from a URL is
+    unpacked there.
 
-    Resumes partial files and keeps complete ones whose digest matches. An unpacked archive is downloaded again,
-    because its files have no digests to check. `on_progress` is called from several threads, one at a time. Raises
-    DiskTooSmall before the first byte, and DownloadError.
+    Resumes partial files and keeps complete ones whose digest matches. An unpacked archive is
+    downloaded again, because its files have no digests to check. `on_progress` is called from
+    several threads, one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
     """
     from downloads import huggingface, modelscope, urls
     from downloads.transfer import Meter, fetch_files, size_of
@@ -117,7 +119,8 @@ def _named(snapshot: Snapshot, parts: Reference) -> tuple[RemoteFile, ...]:
     )
     if not files:
         raise NotFound(
-            f"{parts.repo} has no file {name}{nearest(name, [file.path for file in snapshot.files])}"
+            f"{parts.repo} has no file "
+            f"{name}{nearest(name, [file.path for file in snapshot.files])}"
         )
     if parts.sha256 is None:
         return files

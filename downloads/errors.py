@@ -56,7 +56,8 @@ def disk_is_full(error: OSError) -> DiskTooSmall | None:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return DiskTooSmall(
-        f"the disk filled up during the download: {error}. Partial files are kept; free some space (dapo gc "
+        f"the disk filled up during the download: {error}. Partial files are kept; free some space "
+        "(dapo gc "
         "removes what no run needs) and run it again, or set store.path to another disk"
     )
 
@@ -66,7 +67,8 @@ def require_room(num_bytes: int, folder: Path, label: str) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise DiskTooSmall(
-            f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} free; free some "
+            f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} "
+            "free; free some "
             "space (dapo gc removes what no run needs), or set store.path to another disk"
         )
 
@@ -95,21 +97,24 @@ def unreachable(address: str, error: BaseException) -> Unreachable:
     reason = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
     if _TLS.search(text):
         problem = Unreachable(
-            f"{address} has no certificate that this machine trusts ({reason}); if a proxy in your network signs "
+            f"{address} has no certificate that this machine trusts ({reason}); if a proxy in your "
+            "network signs "
             "connections, point SSL_CERT_FILE and REQUESTS_CA_BUNDLE at a file with its certificate"
         )
         problem.is_lasting = True
         return problem
     if (proxy := _proxy_for(address)) is not None:
         problem = Unreachable(
-            f"{address} cannot be reached through the proxy {proxy} ({reason}); correct HTTPS_PROXY, HTTP_PROXY "
+            f"{address} cannot be reached through the proxy {proxy} ({reason}); correct "
+            "HTTPS_PROXY, HTTP_PROXY "
             "or ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
         )
         problem.is_lasting = "407" in text  # the proxy requires user and password
         return problem
     if _DNS.search(text):
         return Unreachable(
-            f"the host name in {address} cannot be resolved ({reason}); check the network and the spelling of the "
+            f"the host name in {address} cannot be resolved ({reason}); check the network and the "
+            "spelling of the "
             "endpoint, or set HTTPS_PROXY if this machine reaches the internet through a proxy"
         )
     return Unreachable(

@@ -1,8 +1,8 @@
 """Repositories of the Hugging Face Hub and its mirrors, through huggingface_hub.
 
-The client finds endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`) and offline mode (HF_HUB_OFFLINE).
-Files are downloaded by downloads.transfer, because hf_hub_download of huggingface_hub 2 restarts a file after a
-kill.
+The client finds endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`) and offline mode
+(HF_HUB_OFFLINE). Files are downloaded by downloads.transfer, because hf_hub_download of
+huggingface_hub 2 restarts a file after a kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ TIMEOUT_SECONDS = 30.0
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
-    """A revision's commit and files, in one request (two for a gated repository). Raises DownloadError."""
+    """A revision's commit and files, in one request (two for a gated repository). Raises
+    DownloadError.
+    """
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     def request() -> Any:
@@ -70,7 +72,8 @@ def _call(request: Any, repo: str, revision: str | None, kind: Kind) -> Any:
         ) from None
     except errors.RepositoryNotFoundError as error:
         raise NotFound(
-            f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP {error.response.status_code})"
+            f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP "
+            f"{error.response.status_code})"
             f"; {_denied(repo, kind)}"
         ) from None
     except errors.HFValidationError as error:
@@ -90,21 +93,24 @@ def _http_error(error: Any, repo: str, kind: Kind) -> DownloadError:
         busy.retry_after = retry_after(error.response.headers)
         return busy
     return DownloadError(
-        f"{_endpoint()} refused the request for {repo}: HTTP {status}: {error.server_message or error}"
+        f"{_endpoint()} refused the request for {repo}: HTTP {status}: "
+        f"{error.server_message or error}"
     )
 
 
 def _denied(repo: str, kind: Kind) -> str:
     place = f"{_endpoint()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
     return (
-        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account with read "
+        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account "
+        "with read "
         "access (or run: hf auth login)"
     )
 
 
 def _offline(repo: str) -> Offline:
     return Offline(
-        f"HF_HUB_OFFLINE is set, so {repo} cannot be requested; unset it, or use a local folder with "
+        f"HF_HUB_OFFLINE is set, so {repo} cannot be requested; unset it, or use a local folder "
+        "with "
         "model.source=path (for data: a local file)"
     )
 

@@ -1,7 +1,7 @@
 """ModelScope repositories, through its own client, modelscope_hub.
 
-The client finds endpoint (MODELSCOPE_ENDPOINT) and token (MODELSCOPE_API_TOKEN or `ms login`). It exposes no
-commit, so a digest of the file listing, which has a sha256 per file, takes its place.
+The client finds endpoint (MODELSCOPE_ENDPOINT) and token (MODELSCOPE_API_TOKEN or `ms login`). It
+exposes no commit, so a digest of the file listing, which has a sha256 per file, takes its place.
 """
 
 from __future__ import annotations
@@ -120,18 +120,21 @@ def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind
     match error:
         case errors.AuthenticationError() | errors.PermissionDeniedError():
             return AccessDenied(
-                f"access to {place} is denied (HTTP {error.status_code}): accept its terms on its page, if any, "
+                f"access to {place} is denied (HTTP {error.status_code}): accept its terms on its "
+                "page, if any, "
                 "and set MODELSCOPE_API_TOKEN to a token with read access"
             )
         case errors.NotExistError():
             return NotFound(
-                f"{place} has no revision {revision or DEFAULT_REVISION} or lacks a file that it lists, does not "
+                f"{place} has no revision {revision or DEFAULT_REVISION} or lacks a file that it "
+                "lists, does not "
                 f"exist, or is private{_revisions(repo, revision, kind)}; correct the name, or set "
                 f"MODELSCOPE_API_TOKEN ({error.message})"
             )
         case errors.FileIntegrityError():
             return WrongContent(
-                f"a file of {place} does not match its listing: {error.message}. It was discarded; it may have "
+                f"a file of {place} does not match its listing: {error.message}. It was discarded; "
+                "it may have "
                 "changed during the download: run it again"
             )
         case errors.RateLimitError() | errors.ServerError():

@@ -85,7 +85,8 @@ def parse_reference(text: str) -> Reference:
     match = _HUB.fullmatch(text)
     if match is None:
         raise BadReference(
-            f"{text} is not of the form hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME@REVISION/FILE "
+            f"{text} is not of the form hf:ORG/NAME, hf:ORG/NAME@REVISION or "
+            "hf:ORG/NAME@REVISION/FILE "
             "(likewise for modelscope:)"
         )
     revision = unquote(match["revision"]) if match["revision"] else None
@@ -99,7 +100,8 @@ def require_digest(text: str, digest: str) -> str:
     """The digest in lower case. Raises BadReference unless it has 64 hexadecimal digits."""
     if not _DIGEST.fullmatch(digest.lower()):
         raise BadReference(
-            f"{text} is not pinned: append #sha256= and the file's 64-digit digest (sha256sum FILE prints it), so "
+            f"{text} is not pinned: append #sha256= and the file's 64-digit digest (sha256sum FILE "
+            "prints it), so "
             "that a changed file is detected"
         )
     return digest.lower()

@@ -1,4 +1,5 @@
-"""Parallel HTTP downloads that resume after disconnects and kills, and verify files before they appear.
+"""Parallel HTTP downloads that resume after disconnects and kills, and verify files before they
+appear.
 
 A file grows in the folder PARTS and is moved to its place once size and digest match.
 """
@@ -248,8 +249,10 @@ class _Download:
             else f"{size} bytes"
         )
         return WrongContent(
-            f"{self.request_for(file).url} is not the expected file: its sha256 is {found} ({sizes}), not "
-            f"{named}, in two attempts. It was discarded. A mirror may be out of date: use another endpoint. For "
+            f"{self.request_for(file).url} is not the expected file: its sha256 is {found} "
+            f"({sizes}), not "
+            f"{named}, in two attempts. It was discarded. A mirror may be out of date: use another "
+            "endpoint. For "
             "a URL, give the new digest if you want the new content"
         )
 
@@ -260,12 +263,14 @@ def _refusal(file: RemoteFile, request: Request, response: httpx.Response) -> Do
         return AccessDenied(f"access to {url} is denied (HTTP {status}): {request.if_denied}")
     if status in (404, 410):
         return NotFound(
-            f"{url} does not exist (HTTP {status}): a mirror may list files that it has not copied; use another "
+            f"{url} does not exist (HTTP {status}): a mirror may list files that it has not "
+            "copied; use another "
             "endpoint, or correct the URL"
         )
     if status == 407:
         return DownloadError(
-            f"the proxy for {url} requires a user and password: HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
+            f"the proxy for {url} requires a user and password: "
+            "HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
         )
     if status == 416:
         return Unreachable(f"{url} is smaller than the partial {file.path} of an earlier attempt")

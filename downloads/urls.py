@@ -16,7 +16,10 @@ from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot, require_digest
 from downloads.transfer import Request
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-_DENIED = "the server requires credentials, which must not be in a recipe; publish the file without them, or use a hub"
+_DENIED = (
+    "the server requires credentials, which must not be in a recipe; publish the file without "
+    "them, or use a hub"
+)
 
 
 def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
@@ -37,7 +40,8 @@ def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
         raise BadReference(f"two URLs end in the same file name: {', '.join(sorted(names))}")
     if len(files) > 1 and (archives := [name for name in names if is_archive(name)]):
         raise BadReference(
-            f"{archives[0]} is an archive next to other files; name a single archive, or only plain files"
+            f"{archives[0]} is an archive next to other files; name a single archive, or only "
+            "plain files"
         )
     commit = hashlib.sha1(
         repr(sorted((file.path, file.sha256) for file in files)).encode()
@@ -59,11 +63,12 @@ def is_archive(name: str) -> bool:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive into the folder, without its top folder if it has only one, then remove the archive.
+    """Unpack an archive into the folder, without its top folder if it has only one, then remove the
+    archive.
 
-    Existing files are replaced. The archive is removed last, so that a kill does not cause another download.
-    Raises WrongContent for links, devices and names that lead out of the folder, and DiskTooSmall if the files do
-    not fit.
+    Existing files are replaced. The archive is removed last, so that a kill does not cause another
+    download. Raises WrongContent for links, devices and names that lead out of the folder, and
+    DiskTooSmall if the files do not fit.
     """
     staged = folder / PARTS / "unpacked"
     shutil.rmtree(staged, ignore_errors=True)

@@ -29,12 +29,12 @@ def find_change_points(
 ) -> list[list[ChangePoint]]:
     """Change points of each line of accuracies, in order.
 
-    Under "no change", all orders of a line's runs are equally likely. The statistic is the maximum over places of
-    the difference in means before and after, divided by its standard error at equal variance (CUSUM). p is the
-    share of orders with a statistic at least as large, among `num_orders` random orders and the observed one
-    (Antoch and Huskova, Stat Probab Lett 53:37, 2001), so it accounts for the search over places. p-values are
-    adjusted over the lines with Holm's method. After a change, both segments are tested again, each at half the
-    level.
+    Under "no change", all orders of a line's runs are equally likely. The statistic is the maximum
+    over places of the difference in means before and after, divided by its standard error at equal
+    variance (CUSUM). p is the share of orders with a statistic at least as large, among
+    `num_orders` random orders and the observed one (Antoch and Huskova, Stat Probab Lett 53:37,
+    2001), so it accounts for the search over places. p-values are adjusted over the lines with
+    Holm's method. After a change, both segments are tested again, each at half the level.
     """
     found = [_test(line, num_orders) for line in lines]
     adjusted = holm([p for _, p in found])

@@ -59,7 +59,9 @@ class RequestError(Exception):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """A connection pool that records when the newest connection was opened, in aiohttp's hook for subclasses."""
+    """A connection pool that records when the newest connection was opened, in aiohttp's hook for
+    subclasses.
+    """
 
     opened_at = 0.0  # time.monotonic()
 
@@ -88,7 +90,8 @@ class Connection:
             json_serialize_bytes=partial(
                 orjson.dumps, option=orjson.OPT_NON_STR_KEYS
             ),  # YAML allows number keys
-            cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's cookie would pin all requests to one server
+            # a load balancer's cookie would pin all requests to one server
+            cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=urlsplit(endpoint.base_url).hostname
             not in LOOPBACK,  # no proxy to this machine
         )
@@ -111,7 +114,8 @@ class Connection:
         return await self.generate(item.prompt, sampling, sample)
 
     async def generate(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
-        """Generate a response: messages go to chat/completions, text to completions. Raises RequestError.
+        """Generate a response: messages go to chat/completions, text to completions. Raises
+        RequestError.
 
         The timeout covers the whole request, even if bytes keep arriving.
         """
@@ -122,10 +126,12 @@ class Connection:
         return _read_answer(content, is_chat, lambda text: encodable(self._redact(text)))
 
     async def rank(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
-        """Return the likeliest option after the prompt, as lm-eval does, with the log-probs of all options.
+        """Return the likeliest option after the prompt, as lm-eval does, with the log-probs of all
+        options.
 
-        One request echoes the log-probs of the prompt alone and with each option; an option's tokens are those
-        beyond the prompt's. Raises RequestError, also if the server returns no log-probs of prompts.
+        One request echoes the log-probs of the prompt alone and with each option; an option's
+        tokens are those beyond the prompt's. Raises RequestError, also if the server returns no
+        log-probs of prompts.
         """
         start = prompt.rstrip()  # whitespace belongs to the option's first token
         between = prompt[len(start) :] or " "
@@ -142,7 +148,9 @@ class Connection:
         return Answer(options[best], "stop", None, details=details)
 
     async def identify(self) -> Weights:
-        """Identify the served weights as far as the server reveals them. Raises RequestError without a reply."""
+        """Identify the served weights as far as the server reveals them. Raises RequestError
+        without a reply.
+        """
         root, engine = read_root(await self._fetch_json("models"), self._endpoint.model), None
         for path, body in probe_requests(self._endpoint.model):
             reply = await self._fetch_json(path, body)
@@ -152,7 +160,9 @@ class Connection:
         return Weights(root, None, engine)
 
     async def _fetch_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return a JSON reply, or None if the server refuses the request or replies with something else."""
+        """Return a JSON reply, or None if the server refuses the request or replies with something
+        else.
+        """
         try:
             return json.loads(await self._request(path, body))
         except RequestError as error:
@@ -239,7 +249,9 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
 
 
 def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
-    """Return the log-probs of each prompt's tokens, 0 for the first one. Raises RequestError if there are none."""
+    """Return the log-probs of each prompt's tokens, 0 for the first one. Raises RequestError if
+    there are none.
+    """
     try:
         choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
         values = [
@@ -250,7 +262,8 @@ def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
         echoed = []
     if len(echoed) != num_prompts or any(len(one) <= len(echoed[0]) for one in echoed[1:]):
         raise RequestError(
-            "the server returns no log-probs of prompts (completions with echo and logprobs), which "
+            "the server returns no log-probs of prompts (completions with echo and logprobs), "
+            "which "
             f"evaluate.mode=loglikelihood needs; vLLM does. Its reply: {_beginning(content)!r}",
             is_final=True,
         )
@@ -263,7 +276,9 @@ def _count(fields: Any, name: str) -> int | None:
 
 
 def _join_parts(content: Any) -> Any:
-    """Return a message's text: "" for null, and the joined text parts of a list, without thinking parts."""
+    """Return a message's text: "" for null, and the joined text parts of a list, without thinking
+    parts.
+    """
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [

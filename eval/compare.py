@@ -113,11 +113,12 @@ class Unpaired:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A paired comparison over the `n` items that were answered on both sides, `num_samples` times each.
+    """A paired comparison over the `n` items that were answered on both sides, `num_samples` times
+    each.
 
-    `difference` = after - before, of mean accuracy. `b` counts items that got worse (lost), `c` items that got
-    better (gained): with one sample each, difference = (c - b) / n. `transitions[x][y]` counts items with
-    verdict x before and y after.
+    `difference` = after - before, of mean accuracy. `b` counts items that got worse (lost), `c`
+    items that got better (gained): with one sample each, difference = (c - b) / n.
+    `transitions[x][y]` counts items with verdict x before and y after.
     """
 
     before: Side
@@ -167,7 +168,8 @@ def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     """Pair two evaluations by item id.
 
-    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or grader differ.
+    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or
+    grader differ.
     """
     _require_comparable(before, after)
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
@@ -240,17 +242,21 @@ def _require_comparable(before: Evaluation, after: Evaluation) -> None:
         ]
         if changed:
             reasons.append(
-                f"{field}s: {len(changed)} of {len(shared)} shared items differ (first: {changed[0]!r})"
+                f"{field}s: {len(changed)} of {len(shared)} shared items differ (first: "
+                f"{changed[0]!r})"
             )
     if reasons:
         raise ComparisonError(
-            f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
+            f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in "
+            "accuracy would not "
             f"be due to the model alone: evaluate both with the same evaluate.* settings.{hint}"
         )
 
 
 def _comparable_settings(side: Evaluation) -> dict[str, Any]:
-    """Settings that must be equal. Sampling values from generation_config.json may differ between models."""
+    """Settings that must be equal. Sampling values from generation_config.json may differ between
+    models.
+    """
     settings = {key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}
     sampling = settings["sampling"]
     if sampling.get("source") == "model":

@@ -1,4 +1,6 @@
-"""Side-by-side comparison of trainings, including other trainers': first and last values of each metric, plots."""
+"""Side-by-side comparison of trainings, including other trainers': first and last values of each
+metric, plots.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,10 @@ def _read(label: str, path: Path) -> Side:
     training = read_training(path)
     if not training.steps:
         raise ResultsError(
-            f"{path} contains no training step. Expected are lines `step:1 - name:value - ...` (verl console), "
-            "`iteration: 1 / 100 | name : value | ...` (MindSpeed) or JSON with `step` (metrics file)"
+            f"{path} contains no training step. Expected are lines `step:1 - name:value - ...` "
+            "(verl console), "
+            "`iteration: 1 / 100 | name : value | ...` (MindSpeed) or JSON with `step` (metrics "
+            "file)"
         )
     names = dict.fromkeys(name for metrics in training.steps for name in metrics if name != "step")
     metrics = {name: ends for name in names if (ends := _ends(training.steps, name)) is not None}
@@ -142,7 +146,9 @@ def render_markdown(sides: Sequence[Side]) -> str:
 
 
 def write_page(sides: Sequence[Side], output_dir: str | Path) -> Path:
-    """Write trainings.html (plots of reward, length, entropy, throughput) and trainings.json; returns the page."""
+    """Write trainings.html (plots of reward, length, entropy, throughput) and trainings.json;
+    returns the page.
+    """
     from markupsafe import Markup
 
     folder = make_folder(output_dir)

@@ -34,9 +34,10 @@ _FINAL_CHECK_SECONDS = 60.0  # the server is idle by then
 class Limits:
     """Client-side limits: concurrency, request rate, timeouts. They never affect an answer.
 
-    `concurrency` bounds the requests in flight per server, `timeout_seconds` a whole attempt. Attempts are
-    spaced by `backoff_seconds * 2**k` with jitter, at most a minute, or by the server's Retry-After.
-    `outage_seconds` is how long to wait for a server that refuses connections.
+    `concurrency` bounds the requests in flight per server, `timeout_seconds` a whole attempt.
+    Attempts are spaced by `backoff_seconds * 2**k` with jitter, at most a minute, or by the
+    server's Retry-After. `outage_seconds` is how long to wait for a server that refuses
+    connections.
     """
 
     concurrency: int = 48
@@ -57,7 +58,8 @@ class Request:
     benchmark: str = ""  # name, if several are evaluated
     attempts: int = 0
     started_at: float | None = None
-    # Server that failed the request -> whether it timed out. A timeout is not retried on the same server.
+    # Server that failed the request -> whether it timed out. A timeout is not retried on the same
+    # server.
     failed_at: dict[_Server, bool] = field(default_factory=dict)
 
 
@@ -93,12 +95,13 @@ class _Server:
 class Dispatcher:
     """Sends each request to whichever server is free.
 
-    A failed request goes to another server first. Once all servers have failed it, it backs off and starts over,
-    except on servers where it timed out. Refused connections cost no attempts: the requests return to the queue,
-    and the server has `outage_seconds` to come back.
+    A failed request goes to another server first. Once all servers have failed it, it backs off and
+    starts over, except on servers where it timed out. Refused connections cost no attempts: the
+    requests return to the queue, and the server has `outage_seconds` to come back.
 
-    All answers come from the same weights: these are checked on each new connection and after each failure, before
-    an answer counts. `weights` are the expected ones; None accepts the first ones found.
+    All answers come from the same weights: these are checked on each new connection and after each
+    failure, before an answer counts. `weights` are the expected ones; None accepts the first ones
+    found.
     """
 
     def __init__(
@@ -155,10 +158,11 @@ class Dispatcher:
     async def run(
         self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None
     ) -> None:
-        """Await `finish` with the outcome of each request. It must store the outcome before it first awaits.
+        """Await `finish` with the outcome of each request. It must store the outcome before it
+        first awaits.
 
-        If no weights were expected, `on_weights` is called once, before the first outcome. Stops and raises when
-        `finish` raises, or with ModelChangedError when a server has other weights.
+        If no weights were expected, `on_weights` is called once, before the first outcome. Stops
+        and raises when `finish` raises, or with ModelChangedError when a server has other weights.
         """
         self._on_weights = on_weights
         self._queue.extend(requests)
@@ -221,7 +225,9 @@ class Dispatcher:
                         raise ModelChangedError(str(error), is_late=True) from None
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
-        """Return once any worker has checked the weights after the newest connection and the last failure."""
+        """Return once any worker has checked the weights after the newest connection and the last
+        failure.
+        """
         since = max(
             connection.opened_at, server.failed_at
         )  # the answer's connection, or a later one
@@ -246,8 +252,10 @@ class Dispatcher:
                     )
             elif difference := self._weights.difference(weights):
                 raise ModelChangedError(
-                    f"{url} serves another model than the one evaluated so far, under the same name "
-                    f"({server.endpoint.model}): {difference}. A score must come from one model: serve the first "
+                    f"{url} serves another model than the one evaluated so far, under the same "
+                    "name "
+                    f"({server.endpoint.model}): {difference}. A score must come from one model: "
+                    "serve the first "
                     "model again and repeat the command, or choose another --output for this one"
                 )
             server.checked_at = began
@@ -281,7 +289,9 @@ class Dispatcher:
         return all(server.is_given_up or server in request.failed_at for server in self._servers)
 
     async def _retry(self, request: Request, server: _Server, error: RequestError) -> bool:
-        """Requeue the request and wait before this server's next one. False if the request has failed for good."""
+        """Requeue the request and wait before this server's next one. False if the request has
+        failed for good.
+        """
         if request.benchmark in self._dropped:
             return False
         if error.is_unreachable:
@@ -353,9 +363,9 @@ class Dispatcher:
 def run_in_thread(work: Coroutine[Any, Any, None], stop: Callable[[], None]) -> None:
     """Run a coroutine in an event loop beside the main thread, and propagate its exception.
 
-    Signal handlers run in the main thread, which only waits here: asyncio would swallow an exception raised by a
-    handler inside a callback, such as Prefect's TerminationSignal. `stop` is called in the loop at the end and
-    must make the coroutine return after an interruption.
+    Signal handlers run in the main thread, which only waits here: asyncio would swallow an
+    exception raised by a handler inside a callback, such as Prefect's TerminationSignal. `stop` is
+    called in the loop at the end and must make the coroutine return after an interruption.
     """
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     loop = runner.get_loop()

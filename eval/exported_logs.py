@@ -112,9 +112,10 @@ def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
 def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
     """Write lm-eval's samples (a line per item) and results; returns their paths.
 
-    Responses are scored by exact_match (the exact rule), ranked options by acc and acc_norm. lm-eval has no notion
-    of a failed request: it becomes the response "", and without ranked options the item is left out. Whether an
-    option is the greedy continuation is not known; the log says it is not.
+    Responses are scored by exact_match (the exact rule), ranked options by acc and acc_norm.
+    lm-eval has no notion of a failed request: it becomes the response "", and without ranked
+    options the item is left out. Whether an option is the greedy continuation is not known; the log
+    says it is not.
     """
     rows, name = evaluation.rows, _benchmark(evaluation)
     about: dict[str, Any]

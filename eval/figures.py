@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# matplotlib draws in these placeholder colours; `svg_of` replaces each with the page's CSS variable.
+# matplotlib draws in these placeholder colours; `svg_of` replaces each with the page's CSS
+# variable.
 _PAGE_COLOURS = {
     "#010101": "--ink",
     "#020202": "--soft",

@@ -34,7 +34,10 @@ from eval.summary import Summary, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 
-_DIRECTIONS = "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or file"
+_DIRECTIONS = (
+    "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or "
+    "file"
+)
 _OPTIONS = re.compile(r"[A-G]{1,7}")
 _STOPS = {
     "max_tokens": "length",
@@ -58,10 +61,12 @@ class Log:
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
-    """Grade another program's responses with our rules, write a results folder, and return the summary.
+    """Grade another program's responses with our rules, write a results folder, and return the
+    summary.
 
-    Gold answers come from the log, gold solutions from their last box. If all are letters A to G, options are
-    graded. Raises ResultsError if the log is unreadable, or if items have different numbers of samples.
+    Gold answers come from the log, gold solutions from their last box. If all are letters A to G,
+    options are graded. Raises ResultsError if the log is unreadable, or if items have different
+    numbers of samples.
     """
     log = read_log(Path(path))
     folder = make_folder(output)
@@ -141,8 +146,10 @@ def _file_at(path: Path) -> Path:
             if len(found) > 1:
                 listed = ", ".join(map(str, found[:9]))
                 raise ResultsError(
-                    f"{path} has {len(found)} logs, and one is imported at a time: type dapo grade {found[0]} "
-                    f"--output FOLDER, with a FOLDER for each. They are {listed}{', ...' if found[9:] else ''}"
+                    f"{path} has {len(found)} logs, and one is imported at a time: type dapo grade "
+                    f"{found[0]} "
+                    "--output FOLDER, with a FOLDER for each. They are "
+                    f"{listed}{', ...' if found[9:] else ''}"
                 )
             return found[0]
     raise ResultsError(f"{path} has no log; {_DIRECTIONS}")
@@ -200,9 +207,11 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
 
 
 def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
-    """Read one line of a multiple-choice task: requests (prompt, option) with [log-likelihood, is greedy].
+    """Read one line of a multiple-choice task: requests (prompt, option) with [log-likelihood, is
+    greedy].
 
-    Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has several options.
+    Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has
+    several options.
     """
     requests = [line["arguments"][f"gen_args_{number}"] for number in range(len(line["arguments"]))]
     prompt = requests[0]["arg_0"]
@@ -215,8 +224,10 @@ def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
     gold = options[int(target)] if target.isdecimal() and int(target) < len(options) else target
     if len(set(options)) < 2 or gold not in options:
         raise ResultsError(
-            f"{file}: document {line['doc_id']} has {len(set(options))} options after one prompt and the target "
-            f"{target!r}; of lm-eval's log-likelihoods, only multiple choice with one right option is imported"
+            f"{file}: document {line['doc_id']} has {len(set(options))} options after one prompt "
+            "and the target "
+            f"{target!r}; of lm-eval's log-likelihoods, only multiple choice with one right option "
+            "is imported"
         )
     likeliest = max(pairs, key=lambda pair: pair[1])[0]
     details = {"options": options, "log_probs": [value for _, value in pairs]}
@@ -296,7 +307,9 @@ def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
-    """Read AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor finish reasons."""
+    """Read AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor finish
+    reasons.
+    """
     if file.with_name(f"{file.stem}_failed.jsonl").exists():
         logger.warning("%s: skipping failed requests, which have no gold answer there", file)
     rows = [

@@ -1,7 +1,8 @@
-r"""Renders model output as HTML with LaTeX as MathML. Model output is untrusted, so all text is escaped.
+r"""Renders model output as HTML with LaTeX as MathML. Model output is untrusted, so all text is
+escaped.
 
-latex2mathml copies \text{<script>}, \href and \style to its output, so only known elements and attributes are
-kept. Formulas that cannot be converted stay as text.
+latex2mathml copies \text{<script>}, \href and \style to its output, so only known elements and
+attributes are kept. Formulas that cannot be converted stay as text.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Formulas:
         self._max_formulas = max_formulas
 
     def render(self, text: str) -> Markup:
-        """Convert a text to HTML: formulas to MathML with their source as annotation, the rest escaped."""
+        """Convert a text to HTML: formulas to MathML with their source as annotation, the rest
+        escaped.
+        """
         from markupsafe import Markup
 
         pieces: list[str] = []

@@ -26,8 +26,8 @@ _GATE = re.compile(
 _DECIMALS = 9  # of a percentage; hides binary rounding
 
 Metrics = Mapping[str, float | None]  # {metric: percent, or tokens}
-# {column: {benchmark or `pooled`: (metrics of the column, metrics after training)}}, over the same items.
-# The column `after` is for gates that name none.
+# {column: {benchmark or `pooled`: (metrics of the column, metrics after training)}}, over the same
+# items. The column `after` is for gates that name none.
 Measured = Mapping[str, Mapping[str, tuple[Metrics, Metrics]]]
 
 
@@ -62,7 +62,8 @@ class GateResult:
 def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> Gate:
     """Parse a gate. Raises GateError, suggesting the nearest name.
 
-    `benchmarks` is empty if there is only one. Any name then refers to it, and the parsed name is `pooled`.
+    `benchmarks` is empty if there is only one. Any name then refers to it, and the parsed name is
+    `pooled`.
     """
     match = _GATE.fullmatch(text.strip())
     if match is None:
@@ -79,7 +80,8 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
         raise GateError(f"evaluate.gates: {text!r}: no metric {metric}{nearest(metric, METRICS)}")
     if benchmarks and name == POOLED and metric != ACCURACY:
         raise GateError(
-            f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a benchmark"
+            f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a "
+            "benchmark"
         )
     if column is not None and column not in columns:
         raise GateError(f"evaluate.gates: {text!r}: no column {column}{nearest(column, columns)}")
@@ -92,8 +94,8 @@ def check_gate(
 ) -> GateResult:
     """Check a gate against the measured values, not their intervals.
 
-    A gate whose whole column is missing is not checked; `absent` says why it is. Otherwise a missing value fails
-    the gate, except for `last-night`, which may not be comparable.
+    A gate whose whole column is missing is not checked; `absent` says why it is. Otherwise a
+    missing value fails the gate, except for `last-night`, which may not be comparable.
     """
     unit = "tokens" if gate.metric == "tokens" else "%"
     column = gate.column or AFTER
@@ -116,7 +118,9 @@ def check_gate(
 
 
 def describe_gates(results: Sequence[GateResult]) -> list[str]:
-    """The outcome of the gates in sentences, naming those that failed or were not checked; [] without gates."""
+    """The outcome of the gates in sentences, naming those that failed or were not checked; []
+    without gates.
+    """
     failed = [
         f"{result.gate} ({_values(result)})" for result in results if result.is_passed is False
     ]

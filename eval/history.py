@@ -1,4 +1,6 @@
-"""Evaluations over time: each paired with the previous and the first one, plus trend and change points."""
+"""Evaluations over time: each paired with the previous and the first one, plus trend and change
+points.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class Change(PairedChange):
 
 @dataclass(frozen=True)
 class Trend:
-    """Least-squares line through a series, one step per run, over the items that every run answered."""
+    """Least-squares line through a series, one step per run, over the items that every run
+    answered.
+    """
 
     n: int
     slope: float  # per run
@@ -122,11 +126,14 @@ class Series:
 
     @property
     def level_sentences(self) -> list[str]:
-        """A sentence per change point, or one that there is none; [] for a series too short to test."""
+        """A sentence per change point, or one that there is none; [] for a series too short to
+        test.
+        """
         if len(self.points) < MIN_RUNS:
             return []
         return [
-            f"The level changed at {self.points[point.place].label}: {percent(point.before)} before, "
+            f"The level changed at {self.points[point.place].label}: {percent(point.before)} "
+            "before, "
             f"{percent(point.after)} from then on (p {format_p(point.p)})."
             for point in self.change_points
         ] or [f"No change point in {len(self.points)} runs."]
@@ -188,8 +195,9 @@ def _p_cell(change: Change | None) -> str:
 def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> list[Series]:
     """Series of comparable evaluations at these paths, per benchmark and settings, longest first.
 
-    A path is a results directory, a suite of them, a report.json or its folder (the "after" side is used), or a
-    store (the reports of its runs are used). `benchmark` selects one. Raises ResultsError for anything else.
+    A path is a results directory, a suite of them, a report.json or its folder (the "after" side is
+    used), or a store (the reports of its runs are used). `benchmark` selects one. Raises
+    ResultsError for anything else.
     """
     found = sorted(
         (point for path in paths for point in _points(Path(path))), key=lambda point: point.at
@@ -227,7 +235,9 @@ def _with_change_points(history: Sequence[Series]) -> list[Series]:
 
 
 def _line(series: Series) -> list[float]:
-    """Accuracies over the items that every run answered; [] if there are too few runs or no such items."""
+    """Accuracies over the items that every run answered; [] if there are too few runs or no such
+    items.
+    """
     rows = _shared_rows(series.points)
     return (
         [sum(column) / len(rows) for column in zip(*rows, strict=True)]
@@ -260,7 +270,8 @@ def _points(path: Path) -> list[Point]:
     if (path / "runs").is_dir():
         return _from_store(path)
     raise ResultsError(
-        f"{path} is not a results directory of `dapo eval`, a {REPORT_JSON}, a folder with one, or a store of runs"
+        f"{path} is not a results directory of `dapo eval`, a {REPORT_JSON}, a folder with one, or "
+        "a store of runs"
     )
 
 
@@ -304,7 +315,8 @@ def _from_report(path: Path) -> list[Point]:
         return [_from_content(read[name], name, label, files[name]) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
-            f"{path} is not a report that the history can read ({error!r}). Write it again from its two results "
+            f"{path} is not a report that the history can read ({error!r}). Write it again from "
+            "its two results "
             f"directories with `dapo report`."
         ) from error
 
@@ -345,7 +357,8 @@ def _differences(reference: Point, other: Point) -> list[str]:
     found = describe_differences(reference.settings, other.settings, "in the first table", "here")
     if reference.num_samples != other.num_samples:
         found.append(
-            f"{reference.num_samples} responses per item in the first table, {other.num_samples} here"
+            f"{reference.num_samples} responses per item in the first table, {other.num_samples} "
+            "here"
         )
     if not found and reference.right.keys() != other.right.keys():
         found.append("different items")
@@ -353,7 +366,9 @@ def _differences(reference: Point, other: Point) -> list[str]:
 
 
 def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
-    """The change for each (point, earlier point), over the items both answered; p is adjusted over all pairs."""
+    """The change for each (point, earlier point), over the items both answered; p is adjusted over
+    all pairs.
+    """
     found = []
     for point, earlier in pairs:
         right = [(earlier.right[identity], count) for identity, count in point.right.items()]
@@ -389,7 +404,8 @@ def _trend(points: Sequence[Point]) -> Trend | None:
 
 
 def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
-    """Least-squares line through the accuracies. Each row holds an item's share of right responses per run.
+    """Least-squares line through the accuracies. Each row holds an item's share of right responses
+    per run.
 
     The slope is the mean of the items' slopes, so its interval comes from their spread.
     """

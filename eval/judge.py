@@ -1,6 +1,8 @@
-"""LLM-as-a-judge: votes of a model behind an OpenAI-compatible URL, stored in votes.jsonl beside the results.
+"""LLM-as-a-judge: votes of a model behind an OpenAI-compatible URL, stored in votes.jsonl beside
+the results.
 
-Stored votes are never requested again. Failed ones are not stored, so the next attempt retries them.
+Stored votes are never requested again. Failed ones are not stored, so the next attempt retries
+them.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Judge:
     def __post_init__(self) -> None:
         if "{response}" not in self.prompt:
             raise InputError(
-                "the prompt of evaluate.judge.prompt has no {response}, so the judge would not see it"
+                "the prompt of evaluate.judge.prompt has no {response}, so the judge would not see "
+                "it"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +87,8 @@ class Judge:
 
 
 def check_judge(judge: Judge) -> None:
-    """Request one token from the judge. Raises RequestsRefused if it rejects the API key or the model's name.
+    """Request one token from the judge. Raises RequestsRefused if it rejects the API key or the
+    model's name.
 
     Other failures may be over when votes are requested, so they are only logged.
     """
@@ -114,7 +118,10 @@ def _fix(judge: Judge, failure: str) -> str:
         return ""
     url, model = judge.endpoint.base_url, judge.endpoint.model
     if rejection[1] == "404":
-        change = f"it has no model {model}: correct evaluate.judge.model, or the path in evaluate.judge.base_url"
+        change = (
+            f"it has no model {model}: correct evaluate.judge.model, or the path in "
+            "evaluate.judge.base_url"
+        )
     elif judge.endpoint.api_key:
         change = f"it rejects the API key in {KEY_VARIABLE}: correct the key"
     else:
@@ -134,8 +141,8 @@ def read_vote(text: str) -> Vote | None:
 def judged(folder: Path, rows: Sequence[Row], judge: Judge) -> list[Row]:
     """Add the judge's votes to the details of rows, and its verdicts if it is the headline.
 
-    Truncated responses are not judged, since they are never right. A row without a majority keeps the grader's
-    verdict, or counts as a failed request if the judge is the headline.
+    Truncated responses are not judged, since they are never right. A row without a majority keeps
+    the grader's verdict, or counts as a failed request if the judge is the headline.
     """
     rows = [without_judge(row) for row in rows]
     to_judge = [row for row in rows if row.verdict in ("right", "wrong", "no_answer")]
@@ -256,7 +263,8 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
         )
     if num_lost == len(requests) and not num_known:
         raise EvaluationError(
-            f"all {num_lost} votes of {judge.endpoint.model} at {judge.endpoint.base_url} (evaluate.judge) "
+            f"all {num_lost} votes of {judge.endpoint.model} at {judge.endpoint.base_url} "
+            "(evaluate.judge) "
             f"failed: {reason}. The responses are kept: repeat the command once the judge answers"
         )
     return votes

@@ -157,9 +157,12 @@ def best_step(curve: Mapping[str, Any]) -> str:
     if best is None:
         return "There are too few problems to choose a best step."
     chosen = (
-        f"The best of {len(curve['steps'])} steps is {best['step']}, chosen on {best['num_chosen_on']} of the "
-        f"problems ({percent(best['chosen_on'])} there). On the other {best['num_reported_on']} it has "
-        f"{percent(best['reported']['accuracy'])} (95 % interval {interval(best['reported']['interval'])})"
+        f"The best of {len(curve['steps'])} steps is {best['step']}, chosen on "
+        f"{best['num_chosen_on']} of the "
+        f"problems ({percent(best['chosen_on'])} there). On the other {best['num_reported_on']} it "
+        "has "
+        f"{percent(best['reported']['accuracy'])} (95 % interval "
+        f"{interval(best['reported']['interval'])})"
     )
     if best["step"] == best["last_step"]:
         return f"{chosen}. It is the last step."
@@ -167,7 +170,10 @@ def best_step(curve: Mapping[str, Any]) -> str:
     against = (
         f"{points(change['difference'])} points (95 % interval {points_interval(change['ci95'])}"
     )
-    return f"{chosen}, {against}, p {format_p(change['p'])}) against the last step, {best['last_step']}."
+    return (
+        f"{chosen}, {against}, p {format_p(change['p'])}) against the last step, "
+        f"{best['last_step']}."
+    )
 
 
 def measure(value: float | None, unit: str) -> str:

@@ -66,7 +66,9 @@ _SIGNED = ("Reward per response", "Score by set")  # the other plots start at ze
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
-    """All plots of a report: lists of SVGs under accuracy, gain, transition, length, limit and training."""
+    """All plots of a report: lists of SVGs under accuracy, gain, transition, length, limit and
+    training.
+    """
     return {
         "accuracy": accuracy_plots(comparison.before, comparison.after),
         "gain": [gain_plot(comparison)],
@@ -78,7 +80,9 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """Training curves as SVGs, one plot per group of recorded metrics, with per-set plots for several sets."""
+    """Training curves as SVGs, one plot per group of recorded metrics, with per-set plots for
+    several sets.
+    """
     steps = with_kept_share(steps)
     plots = []
     for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
@@ -90,7 +94,9 @@ def training_plots(steps: Steps) -> list[str]:
 
 
 def side_plots(sides: Mapping[str, Steps]) -> list[str]:
-    """Reward, length, entropy and throughput as SVGs, with one line per training (at most MAX_SIDES)."""
+    """Reward, length, entropy and throughput as SVGs, with one line per training (at most
+    MAX_SIDES).
+    """
     plots = []
     for title, keys in SIDE_PLOTS.items():
         found = {
@@ -262,8 +268,8 @@ def history_plot(
 ) -> str:
     """Accuracies with 95 % intervals over runs.
 
-    `trend` holds the first and last value of the fitted line, `changes` the change points as (index of the first
-    run after the change, mean before, mean after).
+    `trend` holds the first and last value of the fitted line, `changes` the change points as (index
+    of the first run after the change, mean before, mean after).
     """
     figure, axes = new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
@@ -364,7 +370,9 @@ def _interval_plot(
 
 
 def checkpoint_plot(curve: Mapping[str, Any]) -> str:
-    """Accuracy over training steps: pooled with 95 % intervals, plus one line per benchmark of a suite."""
+    """Accuracy over training steps: pooled with 95 % intervals, plus one line per benchmark of a
+    suite.
+    """
     figure, axes = new_figure(width=7.6, height=3.2)
     steps, pooled = curve["steps"], curve["pooled"]
     points = [(share["accuracy"], share["interval"]) for share in pooled]

@@ -1,4 +1,6 @@
-"""Writes a benchmark's results folder: resumes stored rows, lists missing requests, records graded answers."""
+"""Writes a benchmark's results folder: resumes stored rows, lists missing requests, records graded
+answers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
 REFUSED = (
-    "The server refuses these requests and would refuse them again. The usual causes are a prompt longer than "
+    "The server refuses these requests and would refuse them again. The usual causes are a prompt "
+    "longer than "
     "serve.max_model_len, a model without a chat template, or the wrong API (evaluate.api)."
 )
 REFUSED_KEY = "The server rejects the API key: export VLLM_API_KEY with a valid one."
@@ -109,8 +112,8 @@ class Recorder:
     def missing(self) -> list[tuple[float, Request]]:
         """Return the missing requests, each with its expected response tokens.
 
-        The estimate is the mean of known answers to the item by any model, else the mean of all known answers,
-        else the token limit.
+        The estimate is the mean of known answers to the item by any model, else the mean of all
+        known answers, else the token limit.
         """
         known = [*self._rows.values(), *_rows_of(self._benchmark.earlier)]
         by_item: dict[str, list[Row]] = {}
@@ -137,7 +140,9 @@ class Recorder:
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
     async def grade(self, batch: Batch) -> list[Row]:
-        """Grade outcomes into rows. Only those that need a process take a thread, which waits without the GIL."""
+        """Grade outcomes into rows. Only those that need a process take a thread, which waits
+        without the GIL.
+        """
         rows, slow = list[Row](), list[tuple[Row, Item]]()
         for request, outcome in batch:
             row, item = _make_row(request, outcome), request.item
@@ -182,8 +187,8 @@ class Recorder:
     def finish(self, servers: str, outage: str) -> Summary:
         """Sort the rows like the items, and write and return the summary.
 
-        Raises EvaluationError if too many requests failed or some were not sent, RequestsRefused if the server
-        refused all failed ones.
+        Raises EvaluationError if too many requests failed or some were not sent, RequestsRefused if
+        the server refused all failed ones.
         """
         rows = self._rows
         try:
@@ -211,8 +216,10 @@ class Recorder:
         num_undecided = sum(not row.is_answered for row in rows)
         if judge.headline and num_undecided > self._max_failed:
             raise EvaluationError(
-                f"{num_undecided} of {len(rows)} responses have no verdict of {judge.endpoint.model} "
-                f"(evaluate.judge); at most {self._max_failed} may (evaluate.max_failed_ratio). All votes are "
+                f"{num_undecided} of {len(rows)} responses have no verdict of "
+                f"{judge.endpoint.model} "
+                f"(evaluate.judge); at most {self._max_failed} may (evaluate.max_failed_ratio). "
+                "All votes are "
                 f"kept in {self.folder / VOTES_FILE}: repeat the command to retry the failed ones"
             )
 
@@ -227,7 +234,8 @@ class Recorder:
         raise EvaluationError(
             f"{len(failures)} of {len(self._expected)} requests to {servers} failed{unsent}; "
             f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
-            f"The answers so far are kept in {self.folder}: run the same evaluation again to continue."
+            f"The answers so far are kept in {self.folder}: run the same evaluation again to "
+            "continue."
         )
 
 
@@ -236,7 +244,8 @@ def _check_scorer(rows: Sequence[Row], rule: str) -> None:
     errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
     if errors and len(errors) == len(rows):
         raise InputError(
-            f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct evaluate.scorer and "
+            f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct "
+            "evaluate.scorer and "
             f"repeat the command, which sends no request again. First failure: {errors[0]}"
         )
 
@@ -318,9 +327,12 @@ def _refuse_foreign(
     ]
     if foreign:
         raise ResultsError(
-            f"{output_dir / RESULTS_FILE}: {len(foreign)} of {len(rows)} rows answer no request of this "
-            f"evaluation (first: item {foreign[0].id!r}, sample {foreign[0].sample}): the file was edited, or "
-            "joined with another. Remove these rows and repeat the command, or choose another --output"
+            f"{output_dir / RESULTS_FILE}: {len(foreign)} of {len(rows)} rows answer no request of "
+            "this "
+            f"evaluation (first: item {foreign[0].id!r}, sample {foreign[0].sample}): the file was "
+            "edited, or "
+            "joined with another. Remove these rows and repeat the command, or choose another "
+            "--output"
         )
 
 
@@ -380,7 +392,8 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
 
 def _log(summary: Summary, name: str) -> None:
     logger.info(
-        "%saccuracy %.1f %% on %d responses (%sno answer %.1f %%, truncated %.1f %%, failed requests %.1f %%)",
+        "%saccuracy %.1f %% on %d responses (%sno answer %.1f %%, truncated %.1f %%, failed "
+        "requests %.1f %%)",
         f"{name}: " if name else "",
         100 * summary.accuracy,
         summary.n,
@@ -398,21 +411,25 @@ def _log(summary: Summary, name: str) -> None:
     if (judge := summary.judge) is not None:
         if judge["accuracy"] is None or judge["grader_agreement"] is None:
             logger.warning(
-                "judge: no verdict on any of %d responses, so it is not compared with the grader. A reply must "
-                "end in a line that says only right or wrong: see votes.jsonl, evaluate.judge.prompt and "
+                "judge: no verdict on any of %d responses, so it is not compared with the grader. "
+                "A reply must "
+                "end in a line that says only right or wrong: see votes.jsonl, "
+                "evaluate.judge.prompt and "
                 "evaluate.judge.max_response_tokens",
                 judge["judged"],
             )
         else:
             logger.info(
-                "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no verdict",
+                "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no "
+                "verdict",
                 100 * judge["accuracy"],
                 100 * judge["grader_agreement"],
                 judge["failed"],
             )
     if summary.repeats and summary.repeats["differing_responses"]:
         logger.warning(
-            "greedy samples differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",
+            "greedy samples differ on %.1f %% of %d items (answers on %.1f %%): this server is not "
+            "deterministic",
             100 * summary.repeats["differing_responses"],
             summary.repeats["num_items"],
             100 * summary.repeats["differing_answers"],

@@ -38,10 +38,12 @@ class Regraded:
 
 
 def regrade(path: str | Path) -> Regraded:
-    """Regrade a finished results folder, given by its path or its results.jsonl, and rewrite its files.
+    """Regrade a finished results folder, given by its path or its results.jsonl, and rewrite its
+    files.
 
-    Each file is replaced atomically, the rows before the settings that name their grader, so that an interrupted
-    regrading can be repeated. Raises ResultsError if the folder is not a finished evaluation.
+    Each file is replaced atomically, the rows before the settings that name their grader, so that
+    an interrupted regrading can be repeated. Raises ResultsError if the folder is not a finished
+    evaluation.
     """
     directory = Path(path)
     if directory.name == RESULTS_FILE:
@@ -75,7 +77,8 @@ def describe(regraded: Regraded) -> str:
     """Describe the changes for a terminal."""
     grader = regraded.summary.settings["grader"]
     lines = [
-        f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"
+        f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> "
+        f"{grader}"
     ]
     by_rule = {"exact": regraded.verdicts, "aisbench": regraded.aisbench}
     if regraded.summary.aisbench is None:

@@ -1,4 +1,6 @@
-"""The before/after report: report.json for machines, report.md for terminals, report.html for people."""
+"""The before/after report: report.json for machines, report.md for terminals, report.html for
+people.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ SAME_MODEL = (
     "Both sides are the same model: any change is serving and sampling noise, not training."
 )
 THESE_MODELS = (
-    "This compares these two models on items like these. It does not predict the result of another training run "
+    "This compares these two models on items like these. It does not predict the result of another "
+    "training run "
     "with a different seed."
 )
 
@@ -121,12 +124,16 @@ def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """report.md for terminals and the Prefect UI: aligned tables, at most 100 columns except for paths."""
+    """report.md for terminals and the Prefect UI: aligned tables, at most 100 columns except for
+    paths.
+    """
     return render("suite.md.j2" if "benchmarks" in report else "report.md.j2", report=report)
 
 
 def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> str:
-    """report.html: one self-contained page. Model output is escaped and only the bundled script may run."""
+    """report.html: one self-contained page. Model output is escaped and only the bundled script may
+    run.
+    """
     from markupsafe import Markup
 
     script, script_hash = inline_script("items.js")
@@ -147,22 +154,31 @@ def verdict(comparison: Comparison) -> str:
     x, y = percent(comparison.before.accuracy), percent(comparison.after.accuracy)
     if comparison.is_one_evaluation:
         return (
-            f"Both sides are the same stored evaluation, {x} right on {_items(comparison)}: with a single "
+            f"Both sides are the same stored evaluation, {x} right on {_items(comparison)}: with a "
+            "single "
             f"measurement, nothing can be said about a change."
         )
     low, high = (points(bound) for bound in comparison.ci95)
     if comparison.is_significant:
         verb = "rose" if comparison.difference > 0 else "fell"
-        size = f"{100 * abs(comparison.difference):.1f} points (95 % interval of the change {low} to {high})"
-        first = f"Accuracy {verb} by {size}, from {x} to {y} on {_items(comparison)}: {_evidence(comparison)}."
+        size = (
+            f"{100 * abs(comparison.difference):.1f} points (95 % interval of the change {low} to "
+            f"{high})"
+        )
+        first = (
+            f"Accuracy {verb} by {size}, from {x} to {y} on {_items(comparison)}: "
+            f"{_evidence(comparison)}."
+        )
         return " ".join([first, *_left_out(comparison)])
     first = (
-        f"No significant change in accuracy: {x} before, {y} after, {points(comparison.difference)} points "
+        f"No significant change in accuracy: {x} before, {y} after, "
+        f"{points(comparison.difference)} points "
         f"(95 % interval {low} to {high}) on {_items(comparison)}: {_evidence(comparison)}."
     )
     detectable = comparison.minimal_detectable_difference
     undetected = (
-        f"with these items, a true change smaller than about {100 * detectable:.1f} points goes undetected more "
+        f"with these items, a true change smaller than about {100 * detectable:.1f} points goes "
+        "undetected more "
         f"than one time in five"
         if detectable < 1
         else "with so few items, no change is detected reliably, however large"
@@ -181,20 +197,24 @@ def notes(comparison: Comparison) -> list[str]:
         found.append(SAME_MODEL)
     if (comparison.settings.get("judge") or {}).get("headline"):
         found.append(
-            "As configured, the accuracy uses the verdicts of an LLM judge, not of the exact grader. It changes "
+            "As configured, the accuracy uses the verdicts of an LLM judge, not of the exact "
+            "grader. It changes "
             "with the judge's model and prompt."
         )
     unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
     if unproven:
         found.append(
-            f"The server returned no log-probs {' and '.join(unproven)} training, so only its model folder or "
+            f"The server returned no log-probs {' and '.join(unproven)} training, so only its "
+            "model folder or "
             f"name shows that a single model gave all answers."
         )
     truncated = [side.truncated_rate for side in sides.values()]
     if max(truncated) >= MOSTLY_TRUNCATED:
         found.append(
-            f"{percent(truncated[0])} of the responses before and {percent(truncated[1])} after were truncated "
-            f"and count as not right: the accuracy depends on evaluate.max_response_tokens at least as much as "
+            f"{percent(truncated[0])} of the responses before and {percent(truncated[1])} after "
+            "were truncated "
+            "and count as not right: the accuracy depends on evaluate.max_response_tokens at "
+            "least as much as "
             f"on the models."
         )
     aisbench = comparison.graders
@@ -207,12 +227,14 @@ def notes(comparison: Comparison) -> list[str]:
         < max(comparison.before.accuracy, comparison.after.accuracy)
     ):
         found.append(
-            "AISBench's rule marks no response right on either side: it looks for \\boxed{} and 'answer is', but "
+            "AISBench's rule marks no response right on either side: it looks for \\boxed{} and "
+            "'answer is', but "
             "these responses state their answers in another form. Ignore its numbers here."
         )
     elif (aisbench.p < SIGNIFICANCE) != comparison.is_significant:
         found.append(
-            f"The graders disagree: under AISBench's string rule the change is {points(aisbench.difference)} "
+            "The graders disagree: under AISBench's string rule the change is "
+            f"{points(aisbench.difference)} "
             f"points (95 % interval {points_interval(aisbench.ci95)}, p {format_p(aisbench.p)})."
         )
     return [*found, THESE_MODELS]
@@ -239,8 +261,10 @@ def _left_out(comparison: Comparison) -> list[str]:
     low, high = (points(bound) for bound in unpaired.difference_range)
     verb = "item is" if unpaired.num_items == 1 else "items are"
     return [
-        f"{unpaired.num_items} more {verb} left out because a request failed ({unpaired.before} before, "
-        f"{unpaired.after} after); whatever the answers would have been, the change over all {total} items lies "
+        f"{unpaired.num_items} more {verb} left out because a request failed ({unpaired.before} "
+        "before, "
+        f"{unpaired.after} after); whatever the answers would have been, the change over all "
+        f"{total} items lies "
         f"between {low} and {high} points."
     ]
 

@@ -1,4 +1,6 @@
-"""The results folder: settings.json, results.jsonl (one row per sample of an item) and summary.json."""
+"""The results folder: settings.json, results.jsonl (one row per sample of an item) and
+summary.json.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that affect verdicts but not responses: if they change, stored rows are graded again.
 GRADING_SETTINGS = ("grader", "golds", "judge")
-SERVED = "served"  # who served which weights; not among the settings that must agree, see `eval.identity`
+# who served which weights; not among the settings that must agree, see `eval.identity`
+SERVED = "served"
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
 RowKey = tuple[str, int]  # (item id, sample number)
@@ -113,7 +116,9 @@ class Row:
 
 @dataclass
 class Outline(Row):
-    """A row with only the ends of response and thinking, or None, which suffices for reports. Never written."""
+    """A row with only the ends of response and thinking, or None, which suffices for reports. Never
+    written.
+    """
 
     chars: tuple[int, int] = (0, 0)
 
@@ -149,7 +154,8 @@ class Evaluation:
         ]
         if uneven:
             raise ResultsError(
-                f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: {uneven[0]!r}"
+                f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: "
+                f"{uneven[0]!r}"
                 "): the evaluation did not finish. Run it again; only missing requests are sent."
             )
         return Evaluation(
@@ -157,9 +163,11 @@ class Evaluation:
         )
 
     def by_problem(self) -> Evaluation:
-        """Merge items with the same prompt, which earlier versions stored separately, into one item per problem.
+        """Merge items with the same prompt, which earlier versions stored separately, into one item
+        per problem.
 
-        Problems have equal weight: if some have more samples than others, the surplus is dropped with a warning.
+        Problems have equal weight: if some have more samples than others, the surplus is dropped
+        with a warning.
         """
         merged: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -207,16 +215,20 @@ class Evaluation:
 
 
 def has_aisbench(settings: Mapping[str, Any]) -> bool:
-    """True if AISBench's rule graded the responses beside the exact rule, and no judge replaces their verdicts."""
+    """True if AISBench's rule graded the responses beside the exact rule, and no judge replaces
+    their verdicts.
+    """
     return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get(
         "headline"
     )
 
 
 def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
-    """Load a finished evaluation with one item per problem. Raises ResultsError like `read_evaluation`.
+    """Load a finished evaluation with one item per problem. Raises ResultsError like
+    `read_evaluation`.
 
-    With `max_chars` the rows are outlines with this much of each text; 0 takes a hundredth of the memory.
+    With `max_chars` the rows are outlines with this much of each text; 0 takes a hundredth of the
+    memory.
     """
     return read_evaluation(directory, max_chars).by_problem()
 
@@ -228,20 +240,24 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
     if settings is None or not _is_complete(settings):
         fault = f"has no readable {SETTINGS_FILE}" if directory.is_dir() else "is not a folder"
         raise ResultsError(
-            f"{directory} {fault}: it is not a results folder of `dapo eval`; name the folder given as --output"
+            f"{directory} {fault}: it is not a results folder of `dapo eval`; name the folder "
+            "given as --output"
         )
     rows = read_rows(directory, max_chars)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) > expected:
         last = next(reversed(rows.values()))
         raise ResultsError(
-            f"{directory / RESULTS_FILE} has {len(rows)} rows, but the evaluation has {expected} responses: the "
-            f"file was edited, or joined with another. Remove the {len(rows) - expected} added rows (the last row "
+            f"{directory / RESULTS_FILE} has {len(rows)} rows, but the evaluation has {expected} "
+            "responses: the "
+            f"file was edited, or joined with another. Remove the {len(rows) - expected} added "
+            "rows (the last row "
             f"is item {last.id!r}, sample {last.sample})"
         )
     if len(rows) < expected:
         raise ResultsError(
-            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, or lines were "
+            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not "
+            "finish, or lines were "
             "lost since. Run the same evaluation again; only missing requests are sent."
         )
     return Evaluation.of(settings, rows.values())
@@ -289,7 +305,8 @@ def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
             raise ValueError(f"verdict {row.verdict!r}")
     except (TypeError, KeyError, ValueError) as error:
         raise ResultsError(
-            f"{directory} has a row of another version or program ({error}): use that version, or another folder"
+            f"{directory} has a row of another version or program ({error}): use that version, or "
+            "another folder"
         ) from None
     if max_chars is None:
         return row
@@ -355,7 +372,8 @@ def exclusive(directory: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
     except LockHeld as error:
         raise EvaluationError(
-            f"another evaluation is writing to {directory} ({error}); wait for it, or choose another --output"
+            f"another evaluation is writing to {directory} ({error}); wait for it, or choose "
+            "another --output"
         ) from None
 
 
@@ -371,8 +389,8 @@ def make_settings(
 ) -> dict[str, Any]:
     """Return everything that stored rows depend on. Rows with equal settings can be reused.
 
-    The model is its content digest if known, else its served name. The client's limits do not affect an answer
-    and are omitted. The server is recorded later, under SERVED.
+    The model is its content digest if known, else its served name. The client's limits do not
+    affect an answer and are omitted. The server is recorded later, under SERVED.
     """
     return {
         "benchmark": benchmark,

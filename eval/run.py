@@ -1,4 +1,6 @@
-"""Evaluates a served model on one or several benchmarks, each into a results folder that can be resumed."""
+"""Evaluates a served model on one or several benchmarks, each into a results folder that can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,21 @@ def evaluate_all(
     model_digest: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Summary]:
-    """Evaluate all benchmarks in one session. Returns their summaries, which are also written beside the rows.
+    """Evaluate all benchmarks in one session. Returns their summaries, which are also written
+    beside the rows.
 
-    A problem on r rows of its file gets r times `sampling.num_samples` samples. The endpoints serve one model
-    and share the work, longest expected requests first. A folder with equal settings is resumed: only missing
-    rows and failed requests are sent. If only the grader or the gold answers differ, stored rows are graded
-    again. Otherwise the benchmark starts over, and the old files move to `superseded-N/`.
+    A problem on r rows of its file gets r times `sampling.num_samples` samples. The endpoints serve
+    one model and share the work, longest expected requests first. A folder with equal settings is
+    resumed: only missing rows and failed requests are sent. If only the grader or the gold answers
+    differ, stored rows are graded again. Otherwise the benchmark starts over, and the old files
+    move to `superseded-N/`.
 
-    A judge is asked once first. Raises RequestsRefused if it rejects the API key or its model's name.
+    A judge is asked once first. Raises RequestsRefused if it rejects the API key or its model's
+    name.
 
-    Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or RequestsRefused
-    if the server refused all of those. Finished rows are kept for the next attempt, and other benchmarks are
-    completed.
+    Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or
+    RequestsRefused if the server refused all of those. Finished rows are kept for the next attempt,
+    and other benchmarks are completed.
     """
     for benchmark in benchmarks:
         if not (items := benchmark.evaluation_set.items) or not endpoints:
@@ -95,7 +100,8 @@ def _settings(
         )
         if sampling.temperature == 0:
             logger.warning(
-                "all samples of an item are alike at temperature 0; set evaluate.temperature for avg@k"
+                "all samples of an item are alike at temperature 0; set evaluate.temperature for "
+                "avg@k"
             )
     settings = make_settings(
         evaluation_set.items,
@@ -144,7 +150,8 @@ class _Session:
     def run(self, on_progress: OnProgress | None) -> None:
         """Send the requests and record each outcome, up to an interruption.
 
-        Raises ModelChangedError, after moving the rows aside if another model may have produced some of them.
+        Raises ModelChangedError, after moving the rows aside if another model may have produced
+        some of them.
         """
         missing = [pair for recorder in self._recorders.values() for pair in recorder.missing()]
         requests = [
@@ -199,7 +206,8 @@ class _Session:
 
 
 class _Batches:
-    """Collects outcomes for milliseconds and records them in batches, several of which may run at once.
+    """Collects outcomes for milliseconds and records them in batches, several of which may run at
+    once.
 
     Grading and writing them one by one would cost more than the requests.
     """
@@ -212,7 +220,9 @@ class _Batches:
         self._failure: BaseException | None = None
 
     async def add(self, request: Request, outcome: Outcome) -> None:
-        """Add an outcome to the next batch; wait while too many are pending. Raises the errors of `record`."""
+        """Add an outcome to the next batch; wait while too many are pending. Raises the errors of
+        `record`.
+        """
         self._collected.append((request, outcome))
         self._num_pending += 1
         if (
@@ -249,7 +259,9 @@ class _Batches:
 
 
 class _Progress:
-    """Shows progress: a bar on a terminal, otherwise a log line every tenth of the requests or LOG_SECONDS."""
+    """Shows progress: a bar on a terminal, otherwise a log line every tenth of the requests or
+    LOG_SECONDS.
+    """
 
     def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
         self._num_requests = num_requests

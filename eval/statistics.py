@@ -14,7 +14,8 @@ POWER = 0.8
 Interval = tuple[float, float]
 
 _Z = NormalDist().inv_cdf(1 - SIGNIFICANCE / 2)
-# Range of unseen values as a multiple of the range seen, for 30 items or more; calibrated in bench/intervals.py.
+# Range of unseen values as a multiple of the range seen, for 30 items or more; calibrated in
+# bench/intervals.py.
 _SHARE_REACH = 4.0
 _CHANGE_REACH = 1.5
 _REACH_ITEMS = 30  # with fewer items the range is widened
@@ -33,12 +34,14 @@ class PValues:
 
 
 def sign_flip_test(changes: Sequence[int]) -> PValues:
-    """Exact permutation test of "no change" on integer changes per item; McNemar's test if all are -1, 0 or 1.
+    """Exact permutation test of "no change" on integer changes per item; McNemar's test if all are
+    -1, 0 or 1.
 
-    Under "no change", before and after are exchangeable per item, so each change is equally likely with either
-    sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero. The mid-p counts
-    sums that are exactly as far by half (Fagerland et al., BMC Med Res Methodol 13:91, 2013). It is less
-    conservative and rejects slightly more often than 5 % of the time. Both are 1 if nothing changed.
+    Under "no change", before and after are exchangeable per item, so each change is equally likely
+    with either sign. p is the share of all 2**items sign patterns whose sum is at least as far from
+    zero. The mid-p counts sums that are exactly as far by half (Fagerland et al., BMC Med Res
+    Methodol 13:91, 2013). It is less conservative and rejects slightly more often than 5 % of the
+    time. Both are 1 if nothing changed.
     """
     observed = abs(sum(changes))
     chances = _chances_of_sums(changes)
@@ -52,11 +55,12 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
 
 
 def pooled_sign_flip_test(strata: Sequence[tuple[Sequence[int], float]]) -> PValues:
-    """`sign_flip_test` for the sum of `scale` times the changes over strata, given as (changes, scale).
+    """`sign_flip_test` for the sum of `scale` times the changes over strata, given as (changes,
+    scale).
 
-    Every item of every stratum keeps or flips its sign. Scales have no common unit, so each stratum's sums are
-    rounded to a grid of 2**17 cells up to the largest possible sum. Sums within the rounding error of the observed
-    one count as equal to it, so p is never too small.
+    Every item of every stratum keeps or flips its sign. Scales have no common unit, so each
+    stratum's sums are rounded to a grid of 2**17 cells up to the largest possible sum. Sums within
+    the rounding error of the observed one count as equal to it, so p is never too small.
     """
     drawn = [(_chances_of_sums(changes), scale) for changes, scale in strata]
     reach = sum(scale * (len(chances) - 1) for chances, scale in drawn)
@@ -90,7 +94,9 @@ def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairedChange:
-    """Mean change of an accuracy over `n` items. The interval contains zero exactly if p is at least 0.05."""
+    """Mean change of an accuracy over `n` items. The interval contains zero exactly if p is at
+    least 0.05.
+    """
 
     n: int
     difference: float
@@ -101,9 +107,11 @@ class PairedChange:
 
 
 def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
-    """Mean change, from each item's change in right responses, with its exact test and 95 % interval.
+    """Mean change, from each item's change in right responses, with its exact test and 95 %
+    interval.
 
-    The interval holds the changes that are not rejected: zero by `sign_flip_test`, others by `change_interval`.
+    The interval holds the changes that are not rejected: zero by `sign_flip_test`, others by
+    `change_interval`.
     """
     test = sign_flip_test(changes)
     n, difference = len(changes), sum(changes) / (num_samples * len(changes))
@@ -123,8 +131,8 @@ class Stratum:
 def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
     """Weighted mean of the strata's mean changes, stratified and paired. No stratum may be empty.
 
-    The test is `pooled_sign_flip_test`. The interval combines the strata's score intervals, which may be
-    asymmetric, with MOVER (Zou, Huang and Zhang, Comput Stat Data Anal 53:1080, 2009).
+    The test is `pooled_sign_flip_test`. The interval combines the strata's score intervals, which
+    may be asymmetric, with MOVER (Zou, Huang and Zhang, Comput Stat Data Anal 53:1080, 2009).
     """
     total = sum(each.weight for each in strata)
     scales = [each.weight / total / (each.num_samples * len(each.changes)) for each in strata]
@@ -148,7 +156,9 @@ def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
 def pooled_mean(
     parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0
 ) -> tuple[float, Interval]:
-    """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within [lowest, 1]."""
+    """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within
+    [lowest, 1].
+    """
     total = sum(weight for _, _, weight in parts)
     pooled = sum(weight / total * mean for mean, _, weight in parts)
     below = math.sqrt(sum((weight / total * (mean - low)) ** 2 for mean, (low, _), weight in parts))
@@ -161,9 +171,12 @@ def pooled_mean(
 def _decided(
     n: int, difference: float, interval: Interval, test: PValues, response: float
 ) -> PairedChange:
-    """Move the interval to the side of zero that the test implies. `response` is the weight of one response."""
+    """Move the interval to the side of zero that the test implies. `response` is the weight of one
+    response.
+    """
     low, high = interval
-    # The standard errors needed for the power; at least what changes by one response in one direction need.
+    # The standard errors needed for the power; at least what changes by one response in one
+    # direction need.
     needed = _Z + NormalDist().inv_cdf(POWER)
     detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 * response))
     if test.p >= SIGNIFICANCE:
@@ -176,11 +189,12 @@ def _decided(
 
 
 def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
-    """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right responses.
+    """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right
+    responses.
 
-    `step` is the largest effect of one response on an item's value: 1 / k for the share of k responses. For single
-    responses this is Wilson's interval with continuity correction. An item's samples form one value, so the spread
-    over items includes sampling noise.
+    `step` is the largest effect of one response on an item's value: 1 / k for the share of k
+    responses. For single responses this is Wilson's interval with continuity correction. An item's
+    samples form one value, so the spread over items includes sampling noise.
     """
     least, mean, most = min(values), sum(values) / len(values), max(values)
     if least == most:
@@ -194,8 +208,8 @@ def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
 def change_interval(values: Sequence[float], step: float = 1.0, largest: float = 1.0) -> Interval:
     """95 % score interval of the mean of changes in [-largest, largest], one per item.
 
-    `step` is as in `share_interval`. For single responses this is Tango's interval (Stat Med 17, 1998) with
-    continuity correction.
+    `step` is as in `share_interval`. For single responses this is Tango's interval (Stat Med 17,
+    1998) with continuity correction.
     """
     reach = _CHANGE_REACH * max(1.0, _REACH_ITEMS / len(values)) * max(map(abs, values))
     reach = min(largest, reach) or largest
@@ -203,11 +217,13 @@ def change_interval(values: Sequence[float], step: float = 1.0, largest: float =
 
 
 def _score_interval(values: Sequence[float], low: float, high: float, step: float) -> Interval:
-    """Means not rejected by a score test over distributions on the observed values, `low` and `high`.
+    """Means not rejected by a score test over distributions on the observed values, `low` and
+    `high`.
 
-    A mean is rejected if its distance from the observed mean, less half a step, exceeds 1.96 standard errors under
-    the most likely distribution with that mean. That distribution weights each observed value by
-    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so bisection over the tilt finds a bound.
+    A mean is rejected if its distance from the observed mean, less half a step, exceeds 1.96
+    standard errors under the most likely distribution with that mean. That distribution weights
+    each observed value by 1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so
+    bisection over the tilt finds a bound.
     """
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
     return (
@@ -240,7 +256,9 @@ def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> fl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment (1979): at most a 5 % chance of any p below 0.05 if nothing changed."""
+    """Holm's step-down adjustment (1979): at most a 5 % chance of any p below 0.05 if nothing
+    changed.
+    """
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

@@ -1,7 +1,7 @@
 """A suite folder: one model's results on several benchmarks.
 
-FOLDER/suite.json       the benchmarks in order, with weight and key, and the headline
-FOLDER/NAME/            the results folder of a benchmark: settings.json, results.jsonl, summary.json
+FOLDER/suite.json       the benchmarks in order, with weight and key, and the headline FOLDER/NAME/
+the results folder of a benchmark: settings.json, results.jsonl, summary.json
 
 A folder that contains settings.json is a suite of one.
 """
@@ -56,7 +56,8 @@ def describe_suite(folder: str | Path) -> Suite:
         suite = Suite(tuple(Member(**one) for one in stored["benchmarks"]), stored["headline"])
     except (FileNotFoundError, NotADirectoryError):
         raise ResultsError(
-            f"{folder} has no {SETTINGS_FILE} and no {SUITE_FILE}: it is not a folder of `dapo eval`; name the "
+            f"{folder} has no {SETTINGS_FILE} and no {SUITE_FILE}: it is not a folder of `dapo "
+            "eval`; name the "
             "folder given as --output"
         ) from None
     except (ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,6 @@
-"""A suite of benchmarks before and after: each paired, adjusted with Holm's method, plus the pooled change."""
+"""A suite of benchmarks before and after: each paired, adjusted with Holm's method, plus the pooled
+change.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class BenchmarkChange:
 
     @property
     def direction(self) -> str:
-        """`up` or `down` if the unadjusted p is below 0.05, so that no adjustment hides a regression."""
+        """`up` or `down` if the unadjusted p is below 0.05, so that no adjustment hides a
+        regression.
+        """
         return ("up" if self.difference > 0 else "down") if self.p < SIGNIFICANCE else ""
 
 
@@ -121,8 +125,8 @@ def _metrics_of(side: Side) -> dict[str, float | None]:
 def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
     """Compare a suite from its benchmarks in order; needs at least one.
 
-    p-values are adjusted over the benchmarks. The pool is stratified by benchmark and paired. A problem in
-    several benchmarks counts once, in the first of them, to keep the strata independent.
+    p-values are adjusted over the benchmarks. The pool is stratified by benchmark and paired. A
+    problem in several benchmarks counts once, in the first of them, to keep the strata independent.
     """
     adjusted = holm([pair.row.p for pair in pairs])
     counted = _counted_once(pairs)

@@ -41,7 +41,8 @@ from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, comp
 from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
-# Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
+# Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own
+# report.
 _OWN_PAGE = (
     "flips",
     "items",
@@ -75,12 +76,14 @@ def write_suite_report(
     provenance: Provenance = UNKNOWN,
     gates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
+    """Write report.json, report.md and report.html to `output_dir`, if given; return the content of
+    report.json.
 
-    With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder. If a
-    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. A
-    benchmark that only one side has is named and not compared. Raises what `compare_evaluations` and `parse_gate`
-    raise, and ComparisonError if the two sides have no common benchmark.
+    With several benchmarks these describe the suite, and each benchmark has its own report in a
+    subfolder. If a baseline lacks a benchmark or used other settings, that benchmark is left out
+    there, with the reason. A benchmark that only one side has is named and not compared. Raises
+    what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have no
+    common benchmark.
     """
     folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
     suite = _common_suite(models)
@@ -149,7 +152,8 @@ def _common_suite(models: Models) -> Suite:
             ", ".join(one.name for one in after.members),
         )
         raise ComparisonError(
-            f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. Evaluate both on the "
+            f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. "
+            "Evaluate both on the "
             "same ones."
         )
     headlines = [
@@ -214,7 +218,9 @@ class _Column:
         self._model = ""
 
     def add(self, member: Member, sides: Mapping[str, Evaluation], is_later: bool = False) -> None:
-        """Pair one benchmark, with this model as the first side (the second if `is_later`), or record why not."""
+        """Pair one benchmark, with this model as the first side (the second if `is_later`), or
+        record why not.
+        """
         if member.name not in self._folders:
             self.missing[member.name] = "it was not evaluated"
             return
@@ -247,7 +253,9 @@ class _Column:
 
 
 class _SuiteWriter:
-    """Compares and writes a suite one benchmark at a time, so that only one has its responses in memory."""
+    """Compares and writes a suite one benchmark at a time, so that only one has its responses in
+    memory.
+    """
 
     def __init__(
         self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None
@@ -330,13 +338,15 @@ class _SuiteWriter:
             return []
         found = [SAME_MODEL] if compared.is_same_model else []
         found += [
-            f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the pool counts them "
+            f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the "
+            "pool counts them "
             f"only there."
             for row in compared.benchmarks
             if row.num_elsewhere
         ]
         found += [
-            f"{number} items of {name} are left out because a request failed; its page shows the bounds."
+            f"{number} items of {name} are left out because a request failed; its page shows the "
+            "bounds."
             for name, number in self._left_out.items()
             if number
         ]
@@ -377,18 +387,25 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     rows, pooled = compared.benchmarks, compared.pooled
     if compared.is_one_evaluation:
         return [
-            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: with a single measurement "
+            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: with a single "
+            "measurement "
             f"of each, nothing can be said about a change."
         ]
     change = f"changed by {points(pooled.difference)} points, not significantly"
     if pooled.p < SIGNIFICANCE:
-        change = f"{'rose' if pooled.difference > 0 else 'fell'} by {100 * abs(pooled.difference):.1f} points"
+        change = (
+            f"{'rose' if pooled.difference > 0 else 'fell'} by {100 * abs(pooled.difference):.1f} "
+            "points"
+        )
     chosen = next(row for row in rows if row.name == headline)
     sentences = [
-        f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % interval "
-        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from {percent(pooled.before)} to "
+        f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % "
+        "interval "
+        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from {percent(pooled.before)} "
+        "to "
         f"{percent(pooled.after)}.",
-        f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, {_change_words(chosen)}.",
+        f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, "
+        f"{_change_words(chosen)}.",
     ]
     for word, direction in (("FELL", "down"), ("Rose", "up")):
         found = [f"{row.name} {_change_words(row)}" for row in rows if row.direction == direction]
@@ -417,7 +434,8 @@ def last_night_verdict(compared: SuiteComparison) -> str:
         f"{row.name} {_change_words(row)}" for row in compared.benchmarks if row.direction == "down"
     )
     return (
-        f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 % interval "
+        f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 "
+        "% interval "
         f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
         + (f" BELOW last night: {fell}." if scope and fell else "")
     )

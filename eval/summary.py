@@ -30,8 +30,9 @@ IsSame = Callable[[str, str], bool]  # whether two answers are equal
 class Summary:
     """The result of an evaluation.
 
-    All statistics except `request_failed_rate` are over answered rows, since a failed request says nothing about
-    the model. With several samples per item, `n` counts samples and `accuracy` is their mean.
+    All statistics except `request_failed_rate` are over answered rows, since a failed request says
+    nothing about the model. With several samples per item, `n` counts samples and `accuracy` is
+    their mean.
     """
 
     accuracy: float  # by the exact grader
@@ -115,7 +116,9 @@ def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
 
 
 def acc_norm(rows: Sequence[Row]) -> float | None:
-    """Return the accuracy when log-probs are divided by the option's characters; None without log-probs."""
+    """Return the accuracy when log-probs are divided by the option's characters; None without
+    log-probs.
+    """
     ranked = [(row.gold, row.details) for row in rows if row.details and "log_probs" in row.details]
     right = 0
     for gold, details in ranked:
@@ -155,7 +158,9 @@ def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
-    """Return avg@k, pass@2, pass@4, ..., pass@k and maj@k with one value per item, for k samples per item."""
+    """Return avg@k, pass@2, pass@4, ..., pass@k and maj@k with one value per item, for k samples
+    per item.
+    """
     k = len(items[0])
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
@@ -168,7 +173,9 @@ def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[fl
 
 
 def largest_steps(k: int) -> dict[str, float]:
-    """Return, for each of the `item_metrics`, the largest change of an item's value by one of k responses."""
+    """Return, for each of the `item_metrics`, the largest change of an item's value by one of k
+    responses.
+    """
     return {f"avg@{k}": 1 / k, **{f"pass@{size}": size / k for size in _sizes(k)}, f"maj@{k}": 1.0}
 
 
@@ -179,7 +186,8 @@ def _sizes(k: int) -> list[int]:
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Estimate without bias the probability that k samples include a right one: 1 - C(n-c, k) / C(n, k).
+    """Estimate without bias the probability that k samples include a right one: 1 - C(n-c, k) /
+    C(n, k).
 
     Chen et al., arXiv:2107.03374, eq. 1.
     """
@@ -187,10 +195,11 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def majority_share(samples: Samples, is_same: IsSame) -> float:
-    """Return 1 if the most frequent answer is right, 1/m if it is one of m equally frequent ones, else 0.
+    """Return 1 if the most frequent answer is right, 1/m if it is one of m equally frequent ones,
+    else 0.
 
-    Answers that `is_same` finds equal count as one. Responses that are truncated or without an answer have no
-    vote.
+    Answers that `is_same` finds equal count as one. Responses that are truncated or without an
+    answer have no vote.
     """
     right = num_right(samples)
     wrong = Counter(
@@ -208,7 +217,9 @@ def majority_share(samples: Samples, is_same: IsSame) -> float:
 
 
 def same_answer_by(grade: Callable[[str, str, str], Grade]) -> IsSame:
-    """Return `is_same(answer, other)`: whether the grader accepts one answer with the other as gold."""
+    """Return `is_same(answer, other)`: whether the grader accepts one answer with the other as
+    gold.
+    """
 
     @functools.cache
     def is_same(answer: str, other: str) -> bool:
@@ -259,11 +270,13 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def summarise_votes(rows: Sequence[Row]) -> dict[str, float | None] | None:
-    """Return {judged, accuracy, failed, vote_agreement, grader_agreement} of judged rows, None for other rows.
+    """Return {judged, accuracy, failed, vote_agreement, grader_agreement} of judged rows, None for
+    other rows.
 
-    `accuracy` covers responses with a majority, and truncated ones as wrong. `failed` counts responses without a
-    majority. `vote_agreement` is the mean share of agreeing pairs of votes on a response (1 for single votes),
-    `grader_agreement` the share of verdicts equal to the grader's. A share of nothing is None.
+    `accuracy` covers responses with a majority, and truncated ones as wrong. `failed` counts
+    responses without a majority. `vote_agreement` is the mean share of agreeing pairs of votes on a
+    response (1 for single votes), `grader_agreement` the share of verdicts equal to the grader's. A
+    share of nothing is None.
     """
     judged = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
     if not judged:

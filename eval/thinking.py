@@ -25,7 +25,9 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Budget:
-    """The result of a run under a lower token limit: longer responses are truncated, so never right."""
+    """The result of a run under a lower token limit: longer responses are truncated, so never
+    right.
+    """
 
     max_tokens: int
     accuracy: float
@@ -33,7 +35,9 @@ class Budget:
 
 
 def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
-    """Measure the thinking in answered rows; None without thinking, or if the server counts no tokens."""
+    """Measure the thinking in answered rows; None without thinking, or if the server counts no
+    tokens.
+    """
     thinking = [row for row in rows if row.num_chars[0] or row.reasoning_tokens]
     if not thinking or any(row.response_tokens is None for row in rows):
         return None
@@ -48,7 +52,9 @@ def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
 
 
 def thinking_tokens(row: Row) -> float:
-    """Return the thinking tokens of a response, counted by the server, else estimated from the characters."""
+    """Return the thinking tokens of a response, counted by the server, else estimated from the
+    characters.
+    """
     if row.reasoning_tokens is not None:
         return row.reasoning_tokens
     return (row.response_tokens or 0) * row.num_chars[0] / max(1, sum(row.num_chars))
@@ -57,8 +63,8 @@ def thinking_tokens(row: Row) -> float:
 def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget, ...]]:
     """Return each side's results under the token limit and its halves, until no answer is right.
 
-    Truncating is what a lower limit does, since a server generates token by token, except for a model that knows
-    its limit. Empty if tokens are not counted, or if no half truncates anything.
+    Truncating is what a lower limit does, since a server generates token by token, except for a
+    model that knows its limit. Empty if tokens are not counted, or if no half truncates anything.
     """
     rows = [row for side in sides for row in side]
     if not (rows and max_tokens) or any(row.response_tokens is None for row in rows):

@@ -22,7 +22,8 @@ class WebhookConfig(Section):
 
     url: str | None = volatile(
         None,
-        "URL that receives a JSON POST; $NAME reads it from an environment variable, where secrets belong.",
+        "URL that receives a JSON POST; $NAME reads it from an environment variable, where secrets "
+        "belong.",
     )
     timeout_seconds: float = volatile(10.0, "Timeout of the request.", gt=0, le=300)
 
@@ -55,7 +56,8 @@ class Config(ChainConfig):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved configuration: defaults < file < overrides of the form `section.key=value`.
+    """Return the resolved configuration: defaults < file < overrides of the form
+    `section.key=value`.
 
     Raises ConfigError as `loading.load` does.
     """
@@ -63,7 +65,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return `load_config` for commands that need neither a training set nor a model; the file may lack both."""
+    """Return `load_config` for commands that need neither a training set nor a model; the file may
+    lack both.
+    """
     tree: dict[str, Any] = {} if path is None else loading.read_recipe(Path(path))
     if isinstance(data := tree.get("data") or {}, dict):
         tree["data"] = {"train": "arithmetic", "eval": "arithmetic", **data}

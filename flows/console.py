@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
-# Loggers hidden from the console. Prefect's repeat the run's own lines; its UI keeps them, with tracebacks.
-# The last one is ours and writes to the UI only.
+# Loggers hidden from the console. Prefect's repeat the run's own lines; its UI keeps them, with
+# tracebacks. The last one is ours and writes to the UI only.
 QUIET_LOGGERS = (
     "prefect.flow_runs",
     "prefect.task_runs",

@@ -62,7 +62,10 @@ LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
 # Exits with HELD_ELSEWHERE if another process holds the lock on the given file.
 HELD_ELSEWHERE = 3
-TRY_LOCK = f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * durable.is_locked(pathlib.Path(sys.argv[1])))"
+TRY_LOCK = (
+    f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * "
+    "durable.is_locked(pathlib.Path(sys.argv[1])))"
+)
 
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
@@ -111,7 +114,8 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
 
 
 def check_packages() -> Finding:
-    """Compare installed versions with the requirements of the project, of Prefect and, for FastAPI, of vLLM.
+    """Compare installed versions with the requirements of the project, of Prefect and, for FastAPI,
+    of vLLM.
 
     With SQLAlchemy 2.1, Prefect creates no scheduled runs. Prefect and vLLM share one FastAPI.
     """
@@ -186,7 +190,9 @@ def check_hardware() -> Finding:
 
 
 def check_ray() -> Finding:
-    """Find Ray heads on this machine without a token: anyone who can reach one can run code as its user."""
+    """Find Ray heads on this machine without a token: anyone who can reach one can run code as its
+    user.
+    """
     heads, open_heads = 0, []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -195,9 +201,13 @@ def check_ray() -> Finding:
                 if process.environ().get("RAY_AUTH_MODE") != "token":
                     open_heads.append(f"pid {process.pid} of {process.username()}")
     if open_heads:
-        found = f"no authentication ({', '.join(open_heads)}): anyone who can reach this machine can run code"
+        found = (
+            f"no authentication ({', '.join(open_heads)}): anyone who can reach this machine can "
+            "run code"
+        )
         advice = (
-            "`ray get-auth-token --generate`; copy ~/.ray/auth_token to every node; export RAY_AUTH_MODE=token "
+            "`ray get-auth-token --generate`; copy ~/.ray/auth_token to every node; export "
+            "RAY_AUTH_MODE=token "
             "for `ray start` and `dapo`, then restart Ray"
         )
         return Finding("Ray", WARN, found, advice)
@@ -256,8 +266,14 @@ def check_access(url: str) -> Finding:
         if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())
     ]
     if open_at:
-        found = f"no password at {', '.join(open_at)}: anyone who can reach it can run code as the worker's user"
-        advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its clients"
+        found = (
+            f"no password at {', '.join(open_at)}: anyone who can reach it can run code as the "
+            "worker's user"
+        )
+        advice = (
+            f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its "
+            "clients"
+        )
         return Finding("Prefect access", WARN, found, advice)
     return Finding(
         "Prefect access",

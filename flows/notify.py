@@ -1,7 +1,8 @@
-"""Webhook notifications: one POST for a finished report, or for a run that failed, crashed or was cancelled.
+"""Webhook notifications: one POST for a finished report, or for a run that failed, crashed or was
+cancelled.
 
-`report_failure` is a Prefect hook for on_failure, on_crashed and on_cancellation. Prefect runs these in the flow's
-process, or in the worker if that process is gone.
+`report_failure` is a Prefect hook for on_failure, on_crashed and on_cancellation. Prefect runs
+these in the flow's process, or in the worker if that process is gone.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Prefect hook: notify the recipe's webhook that the run failed, crashed or was cancelled, and why."""
+    """Prefect hook: notify the recipe's webhook that the run failed, crashed or was cancelled, and
+    why.
+    """
     recipe = Path(flow_run.parameters["config"])
     try:
         config = load_config(
@@ -105,7 +108,8 @@ def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
-    """Post the payload as JSON to the webhook once; returns True if it was accepted and logs the reason if not.
+    """Post the payload as JSON to the webhook once; returns True if it was accepted and logs the
+    reason if not.
 
     Only the host is logged, since the path or query of a webhook URL is often secret.
     """
@@ -144,7 +148,9 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
 
 
 def _flow_run(name: str | None, flow_run_id: Any) -> dict[str, str | None]:
-    """Return name and UI URL of a flow run. runtime.flow_run.ui_url is not a valid page in Prefect 3.7."""
+    """Return name and UI URL of a flow run. runtime.flow_run.ui_url is not a valid page in Prefect
+    3.7.
+    """
     has_page = get_current_settings().server.ui.enabled
     return {
         "name": name,

@@ -46,10 +46,12 @@ def connected(api_url: str) -> Iterator[SyncPrefectClient]:
                 raise
             if key and not auth:
                 raise ServicesError(
-                    f"the Prefect server at {api_url} rejects PREFECT_API_KEY: set a key of that server"
+                    f"the Prefect server at {api_url} rejects PREFECT_API_KEY: set a key of that "
+                    "server"
                 ) from None
             raise ServicesError(
-                f"the Prefect server at {api_url} {'rejects the' if auth else 'needs a'} password: export "
+                f"the Prefect server at {api_url} {'rejects the' if auth else 'needs a'} password: "
+                "export "
                 f"{AUTH_VARIABLES[1]}=USER:PASSWORD with the value the server was started with"
             ) from None
         yield client

@@ -1,8 +1,8 @@
 """Prefect start-up plugin for the `prefect` command in the project's folder.
 
-It lets `prefect` find the server of `dapo up` without PREFECT_API_URL, applies the project's settings unless the
-user set others, and accepts `dapo-full` for `dapo-full/dapo-full`. Every `import prefect` in the folder loads the
-plugin, so it does nothing in other programs.
+It lets `prefect` find the server of `dapo up` without PREFECT_API_URL, applies the project's
+settings unless the user set others, and accepts `dapo-full` for `dapo-full/dapo-full`. Every
+`import prefect` in the folder loads the plugin, so it does nothing in other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ COMMANDS = {"deployment", "deployments"}
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Add the project's settings to the environment and expand deployment names on the command line."""
+    """Add the project's settings to the environment and expand deployment names on the command
+    line.
+    """
     if Path(sys.argv[0]).name not in PROGRAMS:
         return None
     if not COMMANDS.isdisjoint(sys.argv[1:]):

@@ -1,5 +1,5 @@
-"""Provide a Prefect API for one run: from the user's settings, else the store's services, else a private server
-that exits with the run.
+"""Provide a Prefect API for one run: from the user's settings, else the store's services, else a
+private server that exits with the run.
 
 Prefect's own temporary server keeps running when its parent is killed.
 """
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
-# A server for one run needs no UI, scheduler or automations; no heartbeats either, whose thread takes 1 s to join.
+# A server for one run needs no UI, scheduler or automations; no heartbeats either, whose thread
+# takes 1 s to join.
 OPTIONS = ("--host", HOST, "--log-level", "ERROR", "--no-ui", "--no-services")
 SETTINGS = {"flows.heartbeat_frequency": None, "server.ui.enabled": False}
 
@@ -40,9 +41,11 @@ def named_api(store: Path) -> str | None:
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:
-    """Point Prefect in this process to a server, starting one if needed; returns a function that waits for it.
+    """Point Prefect in this process to a server, starting one if needed; returns a function that
+    waits for it.
 
-    Call this before importing flows, so that the server starts meanwhile. It always exits with this process.
+    Call this before importing flows, so that the server starts meanwhile. It always exits with this
+    process.
     """
     url = named_api(store)
     stack = contextlib.ExitStack()
@@ -68,7 +71,8 @@ def require_server(url: str) -> None:
     """Raise ServicesError unless the server responds and accepts our credentials."""
     if not is_healthy(url):
         raise ServicesError(
-            f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or the profile. "
+            f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or "
+            "the profile. "
             "If neither is set, a run starts its own server"
         )
     with connected(url):
@@ -76,7 +80,9 @@ def require_server(url: str) -> None:
 
 
 def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:
-    """Wait until this server responds; raises ServicesError if it does not, or if another one has its port."""
+    """Wait until this server responds; raises ServicesError if it does not, or if another one has
+    its port.
+    """
 
     def is_ready() -> bool:  # another run may have taken the port since it was chosen
         return is_healthy(url) and is_listening(server.pid, port)

@@ -18,7 +18,8 @@ PROJECT_SETTINGS = {
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # leases in memory would be lost when the server restarts, leaving their slots occupied
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    # A run starts within 5 s instead of 10. Not shorter: a worker exits if the server is away for 44 intervals.
+    # A run starts within 5 s instead of 10. Not shorter: a worker exits if the server is away for
+    # 44 intervals.
     "PREFECT_WORKER_QUERY_SECONDS": "5",
     "PREFECT_RUNNER_POLL_FREQUENCY": "5",
 }

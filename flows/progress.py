@@ -53,7 +53,10 @@ class TrainingLog:
         if step == 0:
             words = "validated before training"
             if "validation/accuracy" in metrics:
-                words = f"accuracy {metrics['validation/accuracy']:.1%} on held-out problems before training"
+                words = (
+                    f"accuracy {metrics['validation/accuracy']:.1%} on held-out problems before "
+                    "training"
+                )
             logger.info("training step 0/%d: %s", self.total_steps, words)
             return
         shown = {name: text for name, text in STEP_PARTS.items() if name in metrics}
@@ -104,7 +107,9 @@ class StepBar(logging.Filter):
 
 @contextmanager
 def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `on_progress(bytes_done, total_bytes)`; without a terminal, logs every 10 % or LOG_SECONDS."""
+    """Yield `on_progress(bytes_done, total_bytes)`; without a terminal, logs every 10 % or
+    LOG_SECONDS.
+    """
     console = Console()
     tenths, logged_at = 0, time.monotonic()
     with ProgressBar(
@@ -131,7 +136,8 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def download_progress() -> Iterator[Callable[[Progress], None]]:
-    """Yield a callback for downloads: a bar on a terminal, else a log line per percent, at most every 2 s.
+    """Yield a callback for downloads: a bar on a terminal, else a log line per percent, at most
+    every 2 s.
 
     `StepBar` and the Prefect UI show these lines as a bar.
     """

@@ -36,7 +36,9 @@ Side = Annotated[str, Field(pattern=r"^[\w-]*$")]
 
 
 def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """Return a `@flow` decorator for a recipe's function. Prefect shows the docstring's Args in its run form."""
+    """Return a `@flow` decorator for a recipe's function. Prefect shows the docstring's Args in its
+    run form.
+    """
 
     def decorate(function: Callable[P, R]) -> Flow[P, R]:
         description = inspect.getdoc(function) or ""
@@ -87,8 +89,8 @@ def night_of(
 ) -> datetime.date:
     """Return the date in the time zone of the active schedule, else of any schedule, else in UTC.
 
-    Two nights never share a date in local time, but can in UTC when clocks go forward: 01:30 in Berlin on
-    2026-03-29 and 2026-03-30.
+    Two nights never share a date in local time, but can in UTC when clocks go forward: 01:30 in
+    Berlin on 2026-03-29 and 2026-03-30.
     """
     first = min(schedules, key=lambda each: not each.active, default=None)
     zone = first and getattr(first.schedule, "timezone", None)

@@ -5,9 +5,10 @@
                     server.log, worker.log     output since the last start
                     prefect/                   PREFECT_HOME of both; nothing outside the store changes
 
-Both run Prefect's own commands in new sessions. `prefect server start --background` is not used: it discards the
-server's log and refuses to start after a power failure, and `prefect server stop` signals whatever process has
-the pid by then. Importing this module is cheap because Prefect's start-up plugin calls `api_url`. Linux only.
+Both run Prefect's own commands in new sessions. `prefect server start --background` is not used: it
+discards the server's log and refuses to start after a power failure, and `prefect server stop`
+signals whatever process has the pid by then. Importing this module is cheap because Prefect's
+start-up plugin calls `api_url`. Linux only.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Service:
     def start(
         self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any
     ) -> None:
-        """Start the command in a new session and record its pid. Raises LockHeld if it is already running."""
+        """Start the command in a new session and record its pid. Raises LockHeld if it is already
+        running.
+        """
         with locked(self.lock) as descriptor, open(self.log, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -149,7 +152,8 @@ class Service:
                 else "its process exited"
             )
             raise ServicesError(
-                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
+                f"the {self.name} {problem}: {why}. {self.log} "
+                f"ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
             )
 
 
@@ -232,7 +236,9 @@ def bring_up(
     port: int | None = None,
     database: str | None = None,
 ) -> Services:
-    """Start server and worker unless they run, register the deployments, and wait until both are ready."""
+    """Start server and worker unless they run, register the deployments, and wait until both are
+    ready.
+    """
     services = Services(store)
     deployments = read_deployments(project)  # raises before anything starts
     with services.changing():
@@ -241,7 +247,8 @@ def bring_up(
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
             raise ServicesError(
-                f"the server runs at {services.api_url}; run `{services.command('down')}` to change its address"
+                f"the server runs at {services.api_url}; run `{services.command('down')}` to "
+                "change its address"
             )
         services.server.wait_until(services.answers, "does not respond")
         logger.info("server: ready at %s", services.api_url)
@@ -257,7 +264,9 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """Stop worker and server; returns what was stopped. Raises ServicesError while flow runs are active."""
+    """Stop worker and server; returns what was stopped. Raises ServicesError while flow runs are
+    active.
+    """
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -268,7 +277,8 @@ def take_down(store: Path, cancel: bool) -> list[str]:
         elif services.worker.is_running and not cancel:
             raise ServicesError(
                 "the server does not respond, so its active flow runs are unknown: "
-                f"`{services.command('up')}` restarts it; `{services.command('down --cancel')}` stops the "
+                f"`{services.command('up')}` restarts it; `{services.command('down --cancel')}` "
+                "stops the "
                 "worker and everything it runs"
             )
         return services.worker.stop() + services.server.stop()
@@ -290,7 +300,9 @@ def indented(lines: list[str]) -> str:
 
 
 def read_deployments(project: Path) -> list[dict[str, Any]]:
-    """Return the deployments in the project's prefect.yaml; raises ConfigError if they cannot be read."""
+    """Return the deployments in the project's prefect.yaml; raises ConfigError if they cannot be
+    read.
+    """
     path = project / PREFECT_FILE
     if not path.is_file():
         raise ConfigError(f"no {PREFECT_FILE} in {project}: run this in the project directory")
@@ -303,7 +315,9 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
-    """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output on failure."""
+    """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output on
+    failure.
+    """
     command = [*PREFECT, "deploy", "--all"]
     done = subprocess.run(
         command,
@@ -316,7 +330,8 @@ def deploy(project: Path, environment: Mapping[str, str]) -> None:
     if done.returncode != 0:
         output = indented((done.stdout + done.stderr).splitlines()[-NUM_LOG_LINES:])
         raise ServicesError(
-            f"`prefect deploy --all` failed with exit code {done.returncode} in {project}:\n{output}"
+            f"`prefect deploy --all` failed with exit code {done.returncode} in "
+            f"{project}:\n{output}"
         )
 
 
@@ -345,7 +360,9 @@ def online_workers(client: SyncPrefectClient) -> list[str]:
 
 
 def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return flow runs that have started but not ended: those of our pool, and our flows' without a pool."""
+    """Return flow runs that have started but not ended: those of our pool, and our flows' without a
+    pool.
+    """
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 
     state = FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}})
@@ -366,7 +383,8 @@ def _start_server(
     kind = database.partition(":")[0] if database else "sqlite"
     if database is None and last.get("database", kind) != kind:
         raise ConfigError(
-            f"this store's server uses a {last['database']} database: give its URL with --database or "
+            f"this store's server uses a {last['database']} database: give its URL with --database "
+            "or "
             f"{DATABASE_VARIABLES[0]}, or use --database sqlite for a file in the store"
         )
     is_given, host = host is not None, host or last.get("host", LOOPBACK)
@@ -378,8 +396,10 @@ def _start_server(
         )
         other = "" if is_given else f"; or use `{services.command(f'up --host {LOOPBACK}')}`"
         raise ConfigError(
-            f"{source} is reachable from other machines, and anyone who can reach a Prefect server without a "
-            f"password can run code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD, also for clients{other}"
+            f"{source} is reachable from other machines, and anyone who can reach a Prefect server "
+            "without a "
+            f"password can run code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD, also for "
+            f"clients{other}"
         )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
@@ -412,7 +432,9 @@ def _start_server(
 
 
 def _choose_port(host: str, last: int) -> int:
-    """Return the last port if it is free, else 4200, else any free port. Prefect reports a wrong host."""
+    """Return the last port if it is free, else 4200, else any free port. Prefect reports a wrong
+    host.
+    """
     for port in (last, DEFAULT_PORT):
         if not bind_fault(host, port):
             return port
@@ -433,7 +455,9 @@ def _start_worker(services: Services) -> None:
 
 
 def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) -> None:
-    """Cancel active flow runs like the Prefect UI and wait for them; raises ServicesError for runs to keep."""
+    """Cancel active flow runs like the Prefect UI and wait for them; raises ServicesError for runs
+    to keep.
+    """
     from prefect.states import Cancelled, Cancelling
 
     active = active_runs(client)
@@ -447,7 +471,8 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
             "`dapo run` uses this server:\n  "
             + "\n  ".join(in_terminals)
             + "\nwait, or press Ctrl-C in its "
-            "terminal: training then writes a checkpoint to resume from. A run whose process is gone becomes "
+            "terminal: training then writes a checkpoint to resume from. A run whose process is "
+            "gone becomes "
             "Crashed within minutes; `prefect flow-run delete ID` removes it at once"
         )
     if active and not cancel:
@@ -455,7 +480,8 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
             "active flow runs would be killed with the worker:\n  "
             + "\n  ".join(described.values())
             + "\n"
-            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a last checkpoint"
+            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a "
+            "last checkpoint"
         )
     for flow_run, description in described.items():
         logger.info("cancelling %s", description)
@@ -469,6 +495,8 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
 
 
 def _restore_signals() -> None:
-    """Reset signals that a shell ignores for background commands, so that the worker can be stopped."""
+    """Reset signals that a shell ignores for background commands, so that the worker can be
+    stopped.
+    """
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

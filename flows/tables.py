@@ -41,7 +41,8 @@ RUNS_WIDTH = 100  # for a list of runs, narrow enough to paste
 
 
 def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str, Any]) -> None:
-    """Print every key of another trainer's configuration with its fate, blocking keys first, and the counts.
+    """Print every key of another trainer's configuration with its fate, blocking keys first, and
+    the counts.
 
     The trainer's defaults are shown only where they differ from `defaults`, our defaults by name.
     """
@@ -119,11 +120,13 @@ def print_memory(plan: MemoryPlan, change: str | None) -> None:
     lines = [
         f"model: {plan.num_parameters:,} parameters",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
-        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold {capacity} of "
+        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
+        f"{capacity} of "
         f"that length, and rollout.max_num_seqs={engine.most_sequences}",
         f"host memory for offloaded state: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
-        f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged models",
+        f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "
+        "models",
     ]
     typer.echo("\n".join(lines))
     for shortage in plan.shortages:
@@ -173,7 +176,9 @@ def _several(number: int, role: str) -> str:
 
 
 def print_time(time: StepTime) -> None:
-    """Print the duration of each phase of a training step, then its tokens, FLOPs, and the assumptions."""
+    """Print the duration of each phase of a training step, then its tokens, FLOPs, and the
+    assumptions.
+    """
     table = Table("phase", _right("seconds"), _right("share"))
     for phase, seconds in time.seconds.items():
         table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
@@ -183,7 +188,8 @@ def print_time(time: StepTime) -> None:
     lines = [
         f"tokens per step: {time.trained_tokens:,.0f} trained (prompts and responses), "
         f"{time.generated_tokens:,.0f} generated",
-        f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the update, "
+        f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the "
+        "update, "
         "including recomputed activations",
         "an estimate, assuming:",
         *(f"  {line}" for line in time.assumptions),
@@ -232,7 +238,8 @@ def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
     for row in rows:
         tokens = "" if row.num_tokens is None else f", {row.num_tokens} tokens"
         typer.secho(
-            f"{row.id}: answer {row.gold!r}, scored by {row.scorer} (data_source {row.data_source}){tokens}",
+            f"{row.id}: answer {row.gold!r}, scored by {row.scorer} (data_source "
+            f"{row.data_source}){tokens}",
             bold=True,
         )
         typer.echo(row.prompt + "\n")
@@ -287,7 +294,8 @@ def print_run(
     changes: Sequence[Difference] | None,
     report: Mapping[str, Any] | None,
 ) -> None:
-    """Print one run: how it ended, its stages and outputs, its result, and its configuration changes.
+    """Print one run: how it ended, its stages and outputs, its result, and its configuration
+    changes.
 
     `changes` is None if a configuration cannot be read.
     """
@@ -325,7 +333,8 @@ def print_run(
         console.print(*(f"  {change}" for change in changes), sep="\n")
     elif changes is None:
         console.print(
-            f"Configuration changes since the previous run, {before.id}: unknown, one cannot be read."
+            f"Configuration changes since the previous run, {before.id}: unknown, one cannot be "
+            "read."
         )
     else:
         console.print(f"Same configuration as the previous run, {before.id}.")
@@ -400,7 +409,9 @@ def print_json(value: Any) -> None:
 
 
 def print_derived(derived: Sequence[Quantity]) -> None:
-    """Print the numbers derived from a configuration to standard error; standard output has the configuration."""
+    """Print the numbers derived from a configuration to standard error; standard output has the
+    configuration.
+    """
     table = Table("quantity", "", "unit", "from", title="Derived numbers", title_justify="left")
     table.columns[1].justify = "right"
     for label, number, unit, formula in derived:
@@ -433,6 +444,8 @@ def _right(header: str) -> Column:
 
 
 def print_table(table: Table, *, is_error: bool = False) -> None:
-    """Print a table on standard output or error; without a terminal it is wide enough for whole paths."""
+    """Print a table on standard output or error; without a terminal it is wide enough for whole
+    paths.
+    """
     is_terminal = Console(stderr=is_error).is_terminal
     Console(stderr=is_error, width=None if is_terminal else WIDTH).print(table)

@@ -1,4 +1,5 @@
-"""Read and write the configurations and logs of other trainers (verl, MindSpeed): pure data and functions.
+"""Read and write the configurations and logs of other trainers (verl, MindSpeed): pure data and
+functions.
 
 In names and docstrings, *foreign* means the other trainer, *ours* this project.
 """

@@ -70,10 +70,12 @@ def account_of(
     version: str | None = None,
     facts: Mapping[str, int] | None = None,
 ) -> Account:
-    """Return the account of a configuration. If a key is set twice, the last value wins, as in Hydra.
+    """Return the account of a configuration. If a key is set twice, the last value wins, as in
+    Hydra.
 
-    Without a version, takes the newest one that has the most keys. `facts` may give `num_train_rows`, which
-    converts epochs to steps. Raises ForeignConfigError for an unknown trainer or version.
+    Without a version, takes the newest one that has the most keys. `facts` may give
+    `num_train_rows`, which converts epochs to steps. Raises ForeignConfigError for an unknown
+    trainer or version.
     """
     table = load(trainer)
     flat = list(_flat(settings, table))
@@ -131,7 +133,8 @@ def _entry(
     if row is None:
         if (group := config.table.group_of(setting.key, setting.value)) is not None:
             note = (
-                f"selects a file from Hydra's group {group}, which is not available; import that file with the "
+                f"selects a file from Hydra's group {group}, which is not available; import that "
+                "file with the "
                 "script, or write out its keys instead"
             )
             return Entry(setting, "unsupported", {}, note, name)
@@ -214,7 +217,10 @@ def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
     if config[dynamic] is not True:
         return {}
     if given and config.is_set(dynamic) and not config.is_set(tokens):
-        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is not set"
+        why = (
+            f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is "
+            "not set"
+        )
         return {dynamic: why, given[0]: why}
     is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
     ranks = (
@@ -255,7 +261,10 @@ def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
         and config.is_set(ref)
         and (config[actor] in fsdp) != (config[ref] in fsdp)
     ):
-        why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same strategy"
+        why = (
+            f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same "
+            "strategy"
+        )
         found |= {actor: why, ref: why}
     if (
         config["trainer.resume_mode"] == "resume_path"

@@ -1,7 +1,7 @@
 """Unit conversions between verl's keys and ours, both ways; `convert` in the tables names them.
 
-A `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our keys by name;
-without an inverse, the row's single key of ours has the same value.
+A `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our
+keys by name; without an inverse, the row's single key of ours has the same value.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _save_every(value: Any, config: ForeignConfig) -> Outcome:
     return Outcome(
         "default",
         {},
-        "never saves there; here checkpoint.save_every applies, since resume and merge need checkpoints",
+        "never saves there; here checkpoint.save_every applies, since resume and merge need "
+        "checkpoints",
     )
 
 
@@ -159,7 +160,9 @@ def updates_per_step(config: ForeignConfig) -> int:
 
 
 def _first_of_warmup(config: ForeignConfig) -> int:
-    """Return the smallest lr_warmup_steps that takes precedence over the ratio: 0 before verl 0.8, then 1."""
+    """Return the smallest lr_warmup_steps that takes precedence over the ratio: 0 before verl 0.8,
+    then 1.
+    """
     versions = config.table.versions
     return int("0.8.0" in versions and versions.index(config.version) >= versions.index("0.8.0"))
 
@@ -205,7 +208,9 @@ def _warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def total_steps(config: ForeignConfig) -> int | None:
-    """Return the number of training steps, None if it depends on an unknown number of training rows."""
+    """Return the number of training steps, None if it depends on an unknown number of training
+    rows.
+    """
     steps = config["trainer.total_training_steps"]
     rows = config.facts.get("num_train_rows")
     if rows is None:
@@ -232,7 +237,8 @@ def _epochs(value: Any, config: ForeignConfig) -> Outcome:
         )
     if (steps := total_steps(config)) is None:
         return unsupported(
-            f"the steps in {value} epochs depend on the rows of data.train_files, which are unknown: set "
+            f"the steps in {value} epochs depend on the rows of data.train_files, which are "
+            "unknown: set "
             "trainer.total_training_steps, or give the row count (--set-env num_train_rows=N)"
         )
     return _of_epochs(value, steps, config)
@@ -284,7 +290,8 @@ def _micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
         int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1),
     )
     return taken(
-        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each sequence",
+        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each "
+        "sequence",
         train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
     )
 

@@ -1,4 +1,6 @@
-"""Conversions between verl's keys for KL, group filtering, rewards and validation, and ours, both ways."""
+"""Conversions between verl's keys for KL, group filtering, rewards and validation, and ours, both
+ways.
+"""
 
 from __future__ import annotations
 

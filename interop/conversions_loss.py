@@ -16,7 +16,10 @@ from interop.foreign_config import (
 from interop.table import NOT_SET
 
 CORRECTION = "algorithm.rollout_correction"
-IN_BYPASS = f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is the weight"
+IN_BYPASS = (
+    f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is the "
+    "weight"
+)
 _AGGREGATIONS = (
     "token-mean",
     "token-sum",

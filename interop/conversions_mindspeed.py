@@ -1,4 +1,6 @@
-"""Unit conversions between MindSpeed's keys and ours, both ways; `convert` in the tables names them."""
+"""Unit conversions between MindSpeed's keys and ours, both ways; `convert` in the tables names
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Ours = Mapping[str, Any]
 
 
 def is_dapo(config: ForeignConfig) -> bool:
-    """True if the configuration selects DAPO, which has no reference: by stage, else by DAPO's switches."""
+    """True if the configuration selects DAPO, which has no reference: by stage, else by DAPO's
+    switches.
+    """
     stage = config[f"{MEGATRON}.stage"]
     if stage is None:
         return bool(config[f"{RL}.clip_higher_enable"] or config[f"{RL}.filter_groups_enable"])
@@ -87,7 +91,8 @@ def _data_path(value: Any, config: ForeignConfig) -> Outcome:
     return Outcome(
         "unsupported",
         {},
-        "rows in MindSpeed's own format, which only it reads: also import the configs/datasets file that made "
+        "rows in MindSpeed's own format, which only it reads: also import the configs/datasets "
+        "file that made "
         "them (its input becomes data.train), or allow the key and set data.train",
     )
 
@@ -284,7 +289,8 @@ def _warmup(value: Any, config: ForeignConfig) -> Outcome:
         return taken(train__warmup_steps=0)
     steps, updates = round(float(value) * int(config[f"{MEGATRON}.train_iters"])), _updates(config)
     return taken(
-        f"{value} of {config[f'{MEGATRON}.train_iters']} training steps x {updates} optimizer steps each",
+        f"{value} of {config[f'{MEGATRON}.train_iters']} training steps x {updates} optimizer "
+        "steps each",
         train__warmup_steps=steps * updates,
     )
 

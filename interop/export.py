@@ -15,10 +15,12 @@ _ANY = ".*"
 def settings_for(
     tree: Mapping[str, Any], trainer: str, version: str | None = None
 ) -> list[Setting]:
-    """Return the settings of a trainer's version that are equivalent to a resolved recipe, in table order.
+    """Return the settings of a trainer's version that are equivalent to a resolved recipe, in table
+    order.
 
-    `tree` has every key of the recipe, defaults included. A setting's origin lists the keys of ours it covers.
-    Keys that the version does not have or read are left out. Raises ForeignConfigError for an unknown version.
+    `tree` has every key of the recipe, defaults included. A setting's origin lists the keys of ours
+    it covers. Keys that the version does not have or read are left out. Raises ForeignConfigError
+    for an unknown version.
     """
     table = load(trainer)
     version = table.newest if version is None else table.require_version(version)
@@ -55,7 +57,9 @@ def name_of(row: Row, version: str) -> str | None:
 
 
 def by_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted name, sections included, since some keys hold a section."""
+    """Return the values of a tree by dotted name, sections included, since some keys hold a
+    section.
+    """
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found[f"{prefix}{name}"] = value

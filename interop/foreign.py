@@ -20,8 +20,9 @@ _NEED_BOTH = {
 def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
     """Return, for each key of verl or MindSpeed, what to write instead; other keys are left out.
 
-    `typed` holds unknown keys with their values, possibly whole sections. `ours` holds the values of our keys,
-    which conversions need: 10 training steps of warmup become 10 x train_prompts / mini_prompts optimizer steps.
+    `typed` holds unknown keys with their values, possibly whole sections. `ours` holds the values
+    of our keys, which conversions need: 10 training steps of warmup become 10 x train_prompts /
+    mini_prompts optimizer steps.
     """
     found: dict[str, str] = {}
     for trainer in TRAINERS:
@@ -74,7 +75,9 @@ def _flat(typed: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str,
 
 
 def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -> dict[str, Any]:
-    """Return their values for our keys, skipping unsound ones; optionally also the constants of the table."""
+    """Return their values for our keys, skipping unsound ones; optionally also the constants of the
+    table.
+    """
     known = {}
     for row in table.rows:
         if row.export is not NOT_SET and not with_constants:

@@ -45,7 +45,9 @@ class ForeignConfig:
         return key in self.values
 
     def __getitem__(self, key: str) -> Any:
-        """Return a key's value, set or default, by its newest name; resolves references. None if it has none."""
+        """Return a key's value, set or default, by its newest name; resolves references. None if it
+        has none.
+        """
         value = self._plain(key, set())
         return None if value is NOT_SET else value
 
@@ -73,7 +75,8 @@ TO_FOREIGN: dict[str, ToForeign] = {}
 
 
 def from_foreign(name: str, is_one_way: bool = False) -> Callable[[FromForeign], FromForeign]:
-    """Register a function that converts a foreign value to our keys; rows refer to it as `convert: NAME`.
+    """Register a function that converts a foreign value to our keys; rows refer to it as `convert:
+    NAME`.
 
     With `is_one_way`, an export skips the key.
     """
@@ -143,7 +146,9 @@ def _converted(row: Row, value: Any, config: ForeignConfig) -> Outcome:
 
 
 def foreign_value(row: Row, ours: Mapping[str, Any]) -> Any:
-    """Return the value of a row's key that is equivalent to our keys; NOT_SET if none exists or is needed."""
+    """Return the value of a row's key that is equivalent to our keys; NOT_SET if none exists or is
+    needed.
+    """
     if row.export is not NOT_SET:
         return row.export
     if row.convert in TO_FOREIGN:

@@ -26,9 +26,11 @@ FLOAT = re.compile(
     rf"[+-]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][+-]?\d(?:_?\d)*|inf|nan)", re.IGNORECASE
 )
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
-# Part of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~` stands for $HOME.
+# Part of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~`
+# stands for $HOME.
 BARE = re.compile(
-    r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ \t]*)|(?P<blank>[ \t]+)"
+    r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ "
+    r"\t]*)|(?P<blank>[ \t]+)"
     r"|[\w/\-\\+.$%*@?|~]",
     re.ASCII,
 )
@@ -44,9 +46,11 @@ class Override(NamedTuple):
 
 
 def parse_override(text: str) -> Override:
-    """Parse a Hydra 1.3 override: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where Hydra fails too.
+    """Parse a Hydra 1.3 override: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where
+    Hydra fails too.
 
-    References such as `${data.train_batch_size}` stay unresolved. Sweeps and functions are rejected.
+    References such as `${data.train_batch_size}` stay unresolved. Sweeps and functions are
+    rejected.
     """
     match = KEY.fullmatch(text)
     if match is None or (match["equal"] is None and (match["sign"] != "~" or match["value"])):
@@ -127,7 +131,9 @@ class _Value:
         return self.closed(items)
 
     def closed(self, value: Any) -> Any:
-        """Check the text after a bracket: blanks are allowed only before another bracket or a comma."""
+        """Check the text after a bracket: blanks are allowed only before another bracket or a
+        comma.
+        """
         before = self.text[: self.at]
         if before != before.rstrip(" \t") and not self.rest():
             self.at = len(before.rstrip(" \t"))
@@ -194,10 +200,11 @@ _Loader.add_implicit_resolver(
 
 
 def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[Setting]:
-    """Return the settings of a YAML file, each with its line; a list of strings is a list of overrides.
+    """Return the settings of a YAML file, each with its line; a list of strings is a list of
+    overrides.
 
-    Keys whose last part is in `whole` hold mappings as values. Raises ForeignConfigError if it is not YAML or has
-    no keys.
+    Keys whose last part is in `whole` hold mappings as values. Raises ForeignConfigError if it is
+    not YAML or has no keys.
     """
     try:
         loader = _Loader(text)

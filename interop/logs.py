@@ -1,7 +1,8 @@
-"""Parse training logs of verl, MindSpeed-RL and MindSpeed-MM into metrics per step, under our names.
+"""Parse training logs of verl, MindSpeed-RL and MindSpeed-MM into metrics per step, under our
+names.
 
-verl prints `step:N - name:value - ...` and its `file` logger writes `{"step": N, "data": {...}}`. MindSpeed
-prints `[time] iteration: N / M | name : value | ...`. Our metrics.jsonl is read too.
+verl prints `step:N - name:value - ...` and its `file` logger writes `{"step": N, "data": {...}}`.
+MindSpeed prints `[time] iteration: N / M | name : value | ...`. Our metrics.jsonl is read too.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class _Open:
 class LogParser:
     """Turns log lines into records as they arrive; keeps only the last record of each process.
 
-    A wrapped line yields a record per part with all metrics so far; later records replace earlier ones.
+    A wrapped line yields a record per part with all metrics so far; later records replace earlier
+    ones.
     """
 
     def __init__(self) -> None:
@@ -172,8 +174,8 @@ def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
 def _joined(record: _Open, line: str) -> str | None:
     """Return the record's text joined with its continuation line, None if the line is not one.
 
-    A continuation adds items or completes a truncated one. A line of digits completes a truncated number if at
-    least the two lines before it have the same width.
+    A continuation adds items or completes a truncated one. A line of digits completes a truncated
+    number if at least the two lines before it have the same width.
     """
     form, text = record.form, record.text
     last = form.parts(text)[-1]
@@ -221,8 +223,9 @@ def metric_names(trainer: str) -> dict[str, dict[str, str]]:
 def read_training(path: str | Path) -> Training:
     """Return the training steps of a console log or metrics file in order, possibly none.
 
-    Several attempts in one log count as one training: where the step number goes back, later steps of the
-    previous attempt are dropped and newer values replace older ones. The log is read line by line.
+    Several attempts in one log count as one training: where the step number goes back, later steps
+    of the previous attempt are dropped and newer values replace older ones. The log is read line by
+    line.
     """
     steps: dict[int, dict[str, Any]] = {}
     last, trainer, num_steps = -1, "", None

@@ -38,7 +38,9 @@ _ARROW = re.compile(
 
 
 def trainer_of(settings: list[Setting]) -> str:
-    """Tell the two trainers apart: MindSpeed-MM's configuration is multimodal or names a model's JSON file."""
+    """Tell the two trainers apart: MindSpeed-MM's configuration is multimodal or names a model's
+    JSON file.
+    """
     for key, value, _ in settings:
         if key.startswith("vit_config") or (key == "rl_config.is_multimodal" and value):
             return "mindspeed-mm"
@@ -48,7 +50,9 @@ def trainer_of(settings: list[Setting]) -> str:
 
 
 def is_mindspeed(text: str) -> bool:
-    """True if a YAML text is (part of) a MindSpeed configuration or one of its data preparation files."""
+    """True if a YAML text is (part of) a MindSpeed configuration or one of its data preparation
+    files.
+    """
     found = re.findall(r"^([ \t]*)([\w.-]+)[ \t]*:", text, re.MULTILINE)
     least = min((len(indent) for indent, _ in found), default=0)
     names = {
@@ -62,9 +66,9 @@ def is_mindspeed(text: str) -> bool:
 def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]:
     """Return the settings of a YAML text, each with `name:LINE` as its origin.
 
-    Remarks such as `true   <------- default` are dropped. Keys outside a section, as in excerpts, get their
-    section. Keys of the file that `defaults` names are read from `folder`/model, if it exists, unless the text
-    sets them. Raises ForeignConfigError if the text is not a YAML mapping.
+    Remarks such as `true   <------- default` are dropped. Keys outside a section, as in excerpts,
+    get their section. Keys of the file that `defaults` names are read from `folder`/model, if it
+    exists, unless the text sets them. Raises ForeignConfigError if the text is not a YAML mapping.
     """
     plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
     settings = settings_of_yaml(plain, name, whole=("map_keys", "defaults"))
@@ -122,7 +126,9 @@ def _model_files(settings: list[Setting]) -> Iterator[str]:
 
 @cache
 def key_list() -> dict[str, tuple[str, Any]]:
-    """Return {section.key: (type, default)} of MindSpeed's classes; Megatron's keys appear in every section."""
+    """Return {section.key: (type, default)} of MindSpeed's classes; Megatron's keys appear in every
+    section.
+    """
     keys: dict[str, tuple[str, Any]] = {}
     for entry in content_of("mindspeed_classes")["classes"]:
         places = (

@@ -66,10 +66,11 @@ def read_files(
     given: Mapping[str, str] | None = None,
     training: int | None = None,
 ) -> Reading:
-    """Read the settings in files; `given` holds the --set-env variables, `training` selects one of several.
+    """Read the settings in files; `given` holds the --set-env variables, `training` selects one of
+    several.
 
-    Raises ForeignConfigError for no or several trainings, and once for all values that are known only on the
-    script's machine.
+    Raises ForeignConfigError for no or several trainings, and once for all values that are known
+    only on the script's machine.
     """
     texts = {path: text_of(path) for path in paths}
     scripts = {path.name: text for path, text in texts.items() if kind_of(path, text) == "bash"}
@@ -114,7 +115,9 @@ def kind_of(path: Path, text: str) -> str:
 
 
 def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]:
-    """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in `folder`."""
+    """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in
+    `folder`.
+    """
     if mindspeed.is_mindspeed(text):
         return mindspeed.read_yaml(text, name, folder)
     return settings_of_yaml(text, name)
@@ -248,7 +251,8 @@ def trainings_of(script: Script) -> list[Training]:
         texts = [word.text for word in command.words]
         if LIKE_OVERRIDE.fullmatch(texts[0]) and _root(texts[0]) in roots:
             raise ForeignConfigError(
-                f"{command.origin}: {texts[0][:60]!r} is read as a separate command: the line before it "
+                f"{command.origin}: {texts[0][:60]!r} is read as a separate command: the line "
+                "before it "
                 "lacks a backslash at its end, or has a space after it"
             )
         is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
@@ -334,7 +338,8 @@ def _one(
 
 def _nothing_found(read: list[Script]) -> str:
     lines = [
-        "no training found: looked for a command such as `python3 -m verl.trainer.main_ppo KEY=VALUE...` or "
+        "no training found: looked for a command such as `python3 -m verl.trainer.main_ppo "
+        "KEY=VALUE...` or "
         "`python cli/train_grpo.py --config-name NAME`"
     ]
     for script in read:
@@ -344,7 +349,8 @@ def _nothing_found(read: list[Script]) -> str:
                 lines.append(f"{command.origin} runs {texts[1]}: give that file too")
         if script.ends:
             lines.append(
-                f"the script exits at {script.ends}; to give its arguments, use --set-env 1=... --set-env 2=..."
+                f"the script exits at {script.ends}; to give its arguments, use --set-env 1=... "
+                "--set-env 2=..."
             )
     return "\n".join(lines)
 
@@ -368,7 +374,8 @@ def _config(
         return [], ""
     return (
         [],
-        f"{word.origin}: configuration {word.text} is not among the given files; its values are not read",
+        f"{word.origin}: configuration {word.text} is not among the given files; its values are "
+        "not read",
     )
 
 
@@ -376,13 +383,16 @@ def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
     used = {name for script in read for name in script.used}
     if unused := sorted(given.keys() - used):
         raise ForeignConfigError(
-            f"--set-env {', '.join(unused)}: not used in {', '.join(script.name for script in read)}; "
+            f"--set-env {', '.join(unused)}: not used in "
+            f"{', '.join(script.name for script in read)}; "
             "the script sets it itself, or the name is misspelt"
         )
 
 
 def _require_known(settings: Iterable[Setting], script: Script) -> None:
-    """Raise one ForeignConfigError for all values that are known only on the script's machine and affect a key."""
+    """Raise one ForeignConfigError for all values that are known only on the script's machine and
+    affect a key.
+    """
     asked: dict[int, list[tuple[str, str]]] = {}
     for setting in settings:
         for number in numbers_of(f"{setting.key}{setting.value}"):
@@ -400,7 +410,8 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
             len(keys) > 4
         )
         lines.append(
-            f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects {shown_keys}"
+            f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects "
+            f"{shown_keys}"
         )
     raise ForeignConfigError("\n".join(lines))
 

@@ -100,7 +100,8 @@ def recipe_of(
     backend: str = "own",
     env: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """Return the keys that an account sets; with another backend, also settings that only it understands.
+    """Return the keys that an account sets; with another backend, also settings that only it
+    understands.
 
     `defaults` holds our defaults by name; trainer defaults that equal them are left out.
     """
@@ -203,7 +204,9 @@ def tiny_of(recipe: Recipe) -> Recipe:
 
 
 def written(recipe: Recipe, header: Sequence[str]) -> str:
-    """Return the recipe as YAML with a comment per key, followed by the settings that have no key of ours."""
+    """Return the recipe as YAML with a comment per key, followed by the settings that have no key
+    of ours.
+    """
     lines = [f"# {line}" for line in header]
     lines += _section(recipe.tree, recipe.comments, "")
     if recipe.left:

@@ -1,8 +1,8 @@
 """Tables of another trainer's keys: what each means here, and its name in each version.
 
-`interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`, each a title and rows. `like`
-names a table whose other rows apply too. Keys of one section in `aliases` may be in any of the others.
-`ignores_unknown` marks a trainer that silently ignores unknown keys. A row:
+`interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`, each a title
+and rows. `like` names a table whose other rows apply too. Keys of one section in `aliases` may be
+in any of the others. `ignores_unknown` marks a trainer that silently ignores unknown keys. A row:
 
     key      newest name, or a list of keys; `a.b.*` is `a.b` and everything below it, any other * matches any text
     in       versions that have the name: `0.6.0-0.7.0`, `0.8.0-`, several with commas; absent: all
@@ -123,7 +123,9 @@ class Table:
         return older[-1]
 
     def find(self, name: str, version: str | None = None) -> Row | None:
-        """Return the row of a name in one or any version; exact names before families, longest family first."""
+        """Return the row of a name in one or any version; exact names before families, longest
+        family first.
+        """
         exact = [row for row in self._exact.get(name, ()) if name in row.names(version)]
         if exact:
             return exact[0]
@@ -133,7 +135,9 @@ class Table:
         return None
 
     def resolve(self, name: str, version: str) -> Row | None:
-        """Return the row of a name as written: an exact name of another version before a family of this one."""
+        """Return the row of a name as written: an exact name of another version before a family of
+        this one.
+        """
         rows = self._exact.get(name, ())
         exact = [row for row in rows if name in row.names(version)] or list(rows)
         return exact[0] if exact else self.find(name, version) or self.find(name)
@@ -148,14 +152,17 @@ class Table:
     def group_of(self, name: str, value: Any) -> str | None:
         """Return the Hydra config group that an override selects from; None if it sets a key.
 
-        `group@place=file` and `folder/group=file` do; so does `section=file`, since a section cannot hold text.
+        `group@place=file` and `folder/group=file` do; so does `section=file`, since a section
+        cannot hold text.
         """
         group = name.partition("@")[0]
         is_section = isinstance(value, str) and group in self._sections
         return group if group != name or "/" in group or is_section else None
 
     def nearest(self, name: str) -> str | None:
-        """Return the closest known name, first among those with the same last part; None if none is close."""
+        """Return the closest known name, first among those with the same last part; None if none is
+        close.
+        """
         leaf = name.rpartition(".")[2]
         same_leaf = [known for known in self._exact if known.rpartition(".")[2] == leaf]
         for candidates, cutoff in ((same_leaf, 0.6), (list(self._exact), 0.8)):
@@ -193,7 +200,9 @@ class Table:
 
 @functools.cache
 def load(trainer: str) -> Table:
-    """Return the table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for any other."""
+    """Return the table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for
+    any other.
+    """
     if trainer not in TRAINERS:
         raise ForeignConfigError(f"unknown trainer {trainer}; known are {', '.join(TRAINERS)}")
     return read(content_of(trainer.replace("-", "_")))

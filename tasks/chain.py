@@ -1,4 +1,6 @@
-"""The stages of the chain as Prefect tasks. Each returns its artifact, from the store or newly built."""
+"""The stages of the chain as Prefect tasks. Each returns its artifact, from the store or newly
+built.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,11 @@ def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> 
 
 
 def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Hard-link the files of model.path into `folder`, or copy them where the file system cannot link.
+    """Hard-link the files of model.path into `folder`, or copy them where the file system cannot
+    link.
 
-    Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
+    Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead
+    elsewhere.
     """
     source = Path(str(config.model.path))
     require_model_folder(source)
@@ -101,11 +105,13 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     "evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept"
 )
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
-    """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as `label`.
+    """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as
+    `label`.
 
-    Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its answers, and the
-    next one with the same key asks only the missing items. Stored results of single benchmarks are reused unless
-    the stage is forced; if the store has all of them, no server is started.
+    Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its
+    answers, and the next one with the same key asks only the missing items. Stored results of
+    single benchmarks are reused unless the stage is forced; if the store has all of them, no server
+    is started.
     """
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))
@@ -155,7 +161,9 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
 def served(
     link: Link, model: Artifact | None, log_path: Path
 ) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
-    """Yield servers, digest and folder of a model; without `model`, those of the baseline behind `base_url`."""
+    """Yield servers, digest and folder of a model; without `model`, those of the baseline behind
+    `base_url`.
+    """
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         if baseline.failure:
@@ -173,9 +181,9 @@ def train_policy(
 ) -> Artifact:
     """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
-    The next attempt with the same key attaches to a training that is still running, or resumes from its last
-    checkpoint. Waits while another training holds the lock. With `skips_if_locked` the first attempt raises
-    RunSkipped instead; later attempts wait, so that no progress is lost.
+    The next attempt with the same key attaches to a training that is still running, or resumes from
+    its last checkpoint. Waits while another training holds the lock. With `skips_if_locked` the
+    first attempt raises RunSkipped instead; later attempts wait, so that no progress is lost.
     """
     attempt = task_run.run_count or 1
     key = link_of(run.config, "train_policy").key(data, model)
@@ -220,7 +228,8 @@ def train_policy(
 
 
 def resume_options(resume: str, attempt: int) -> list[str]:
-    """Options that let a retry resume from the previous attempt although checkpoint.resume is `never`.
+    """Options that let a retry resume from the previous attempt although checkpoint.resume is
+    `never`.
 
     A path needs no override: it is used only while the output has no checkpoint of its own.
     """
@@ -259,7 +268,9 @@ def last_metrics(folder: Path) -> dict[str, float]:
 def merge_checkpoint(
     run: Run, training: Artifact, label: str = "merge_checkpoint", step: int | None = None
 ) -> Artifact:
-    """Merge the final checkpoint, or that of one step, into a Hugging Face folder for transformers and vLLM."""
+    """Merge the final checkpoint, or that of one step, into a Hugging Face folder for transformers
+    and vLLM.
+    """
     key = link_of(run.config, label).key(training)
     source = Path(training.path) if step is None else step_checkpoint(training, step)
 
@@ -294,7 +305,9 @@ def merge_checkpoint(
 def write_report(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """Write the before/after report to the run's folder, show it in the Prefect UI and send it to trackers."""
+    """Write the before/after report to the run's folder, show it in the Prefect UI and send it to
+    trackers.
+    """
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     send_report(run, report, training)

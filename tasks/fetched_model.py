@@ -59,7 +59,8 @@ def describe_fetch(model: ModelConfig) -> str:
 def link_known_files(
     store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path
 ) -> None:
-    """Hard-link files with the same name and digest from earlier artifacts; fetching verifies them again.
+    """Hard-link files with the same name and digest from earlier artifacts; fetching verifies them
+    again.
 
     A new commit often changes only the model card.
     """
@@ -128,7 +129,9 @@ def fetch_model_files(
 
 
 def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:
-    """Install a chat template in the model folder. Raises ModelError if it does not render a message."""
+    """Install a chat template in the model folder. Raises ModelError if it does not render a
+    message.
+    """
     from dapo_core.pretrained import load_tokenizer
 
     target = folder / CHAT_TEMPLATE
@@ -162,14 +165,17 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
 
 
 def _require_no_other_weights(folder: Path, chosen: Sequence[str]) -> None:
-    """Raise ModelError if the folder holds weights of another model, since loading would pick up both."""
+    """Raise ModelError if the folder holds weights of another model, since loading would pick up
+    both.
+    """
     present = {path.name for path in folder.glob("*.safetensors")}
     converted = {
         path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen
     }
     if others := sorted(present - converted):
         raise ModelError(
-            f"{folder} holds {others[0]}, which is not part of the model to fetch: it belongs to another model or "
+            f"{folder} holds {others[0]}, which is not part of the model to fetch: it belongs to "
+            "another model or "
             "commit; name a new folder"
         )
 

@@ -101,7 +101,9 @@ def link_of(config: ChainConfig, label: str) -> Link:
 
 
 def side_of(label: str) -> str | None:
-    """The `--side` of a link: before, after, a baseline's name or step_N; None for stages without sides."""
+    """The `--side` of a link: before, after, a baseline's name or step_N; None for stages without
+    sides.
+    """
     for prefix in (BASELINE_EVALUATION, BASELINE_MODEL, "evaluate_", "merge_step_"):
         if label.startswith(prefix):
             return label.removeprefix("merge_" if prefix == "merge_step_" else prefix)
@@ -117,7 +119,8 @@ def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
             return link.label
     sides = ", ".join(filter(None, (side_of(link.label) for link in links))) or "none"
     raise ConfigError(
-        f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: evaluate.baselines and "
+        f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: "
+        "evaluate.baselines and "
         "evaluate.checkpoints add more"
     )
 
@@ -180,7 +183,8 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
             str(kept) for kept in others or map(named_step, checkpoint_folders(folder))
         )
         raise CheckpointError(
-            f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints names {step}; "
+            f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints "
+            f"names {step}; "
             "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
         )
     return path

@@ -1,4 +1,6 @@
-"""Everything each stage's output depends on: configuration sections, code, packages and input digests."""
+"""Everything each stage's output depends on: configuration sections, code, packages and input
+digests.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from tasks.fetched_model import fetched_inputs
 if TYPE_CHECKING:
     from tasks.evaluation.served_model import ServedModel
 
-# Excluded from code digests because changes there do not affect outputs: configuration (already in the key),
-# errors, storage, reports, and the management of server processes.
+# Excluded from code digests because changes there do not affect outputs: configuration (already in
+# the key), errors, storage, reports, and the management of server processes.
 EXCLUDED_CODE = (
     "dapo_core/config",
     "dapo_core/errors.py",
@@ -239,10 +241,12 @@ def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str,
 
 
 def model_files(config: ChainConfig) -> dict[str, str]:
-    """The identity of a fetched model: its commit and file digests, or the identity of the folder model.path.
+    """The identity of a fetched model: its commit and file digests, or the identity of the folder
+    model.path.
 
-    A local folder is identified by names, sizes and modification times, because hashing would read all weights for
-    every plan; the artifact made from it is hashed. Empty for model.recipe. Raises DownloadError and ModelError.
+    A local folder is identified by names, sizes and modification times, because hashing would read
+    all weights for every plan; the artifact made from it is hashed. Empty for model.recipe. Raises
+    DownloadError and ModelError.
     """
     if config.model.source == "recipe":
         return {}
@@ -272,7 +276,9 @@ def _folder_digest(path: str, key: str) -> str:
 
 
 def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
-    """Digests of the training rows and the model, and of the held-out rows if the training validates."""
+    """Digests of the training rows and the model, and of the held-out rows if the training
+    validates.
+    """
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if validates(config):
         inputs["held_out"] = file_digest(data, EVAL_FILE)
@@ -285,7 +291,8 @@ def validates(config: ChainConfig) -> bool:
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the custom scorer, reference model, initial checkpoint and external rows in the configuration.
+    """Digests of the custom scorer, reference model, initial checkpoint and external rows in the
+    configuration.
 
     Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """

@@ -40,7 +40,9 @@ def flip(name: str, offset: int = -1) -> Callable[[Path], None]:
 
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
-    """Make a state after `step`, with every kind of group and floats that a lossy format would round."""
+    """Make a state after `step`, with every kind of group and floats that a lossy format would
+    round.
+    """
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
     awkward = [
         replace(

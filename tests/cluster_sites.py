@@ -1,4 +1,6 @@
-"""Clusters of simulated hosts: an inventory, `dapo cluster` commands, a training and a preflight on them."""
+"""Clusters of simulated hosts: an inventory, `dapo cluster` commands, a training and a preflight on
+them.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def train(host: FakeHost, head: FakeHost, world: World, output: Path) -> str:
 def preflight(
     host: FakeHost, head: FakeHost, store: Path, is_whole: bool = True
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Run the cluster's preflight from a host, also of its nodes if `is_whole`; findings by check and status."""
+    """Run the cluster's preflight from a host, also of its nodes if `is_whole`; findings by check
+    and status.
+    """
     done = _run(
         host, PREFLIGHT, f"{head.address}:{PORT}", str(store), *(["whole"] if is_whole else [])
     )

@@ -31,7 +31,8 @@ typer.testing._get_command = functools.cache(
     typer.testing._get_command
 )  # building it takes as long as most commands
 
-# Files that take minutes, longest first, so that no single worker is left with one of them at the end.
+# Files that take minutes, longest first, so that no single worker is left with one of them at the
+# end.
 LONGEST_FILES = (
     "test_deployment.py",
     "test_kill_matrix.py",

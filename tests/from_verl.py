@@ -34,7 +34,9 @@ _TITLES = {
 
 
 def page() -> str:
-    """Return the page as Markdown: per section, a table of keys with an equivalent, then the others by reason."""
+    """Return the page as Markdown: per section, a table of keys with an equivalent, then the others
+    by reason.
+    """
     table = load("verl")
     lines = [_HEAD.format(first=table.versions[0], last=table.newest)]
     for section in dict.fromkeys(row.section for row in table.rows):

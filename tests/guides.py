@@ -1,4 +1,6 @@
-"""Accounts of the guides' scripts, as texts: `python -m tests.guides` writes those of tests/data/guides again."""
+"""Accounts of the guides' scripts, as texts: `python -m tests.guides` writes those of
+tests/data/guides again.
+"""
 
 from __future__ import annotations
 

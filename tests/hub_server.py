@@ -1,4 +1,6 @@
-"""A local hub server with the Hugging Face and ModelScope APIs and plain files, served from dictionaries."""
+"""A local hub server with the Hugging Face and ModelScope APIs and plain files, served from
+dictionaries.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ class Asked:
 class HubServer(ThreadingHTTPServer):
     """Repositories by ("models" or "datasets", "ORG/NAME"), and plain files by their path.
 
-    `interfere(handler)` sees each request first and returns True if it has answered. `cut` maps a part of the path
-    to the numbers of bytes after which successive responses break off.
+    `interfere(handler)` sees each request first and returns True if it has answered. `cut` maps a
+    part of the path to the numbers of bytes after which successive responses break off.
     """
 
     daemon_threads = True

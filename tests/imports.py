@@ -20,8 +20,8 @@ def tree_of(name: str) -> ast.Module:
 def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -> frozenset[str]:
     """Names of modules that the file imports anywhere; relative imports are made absolute.
 
-    `with_types` adds imports under TYPE_CHECKING, `with_strings` modules that a string names, as in a table of
-    plug-ins.
+    `with_types` adds imports under TYPE_CHECKING, `with_strings` modules that a string names, as in
+    a table of plug-ins.
     """
     package = name.removesuffix(".py").split("/")[:-1]
     trees: list[ast.AST] = [tree_of(name)]

@@ -1,7 +1,8 @@
-"""A cluster of threads in this process, for trainings in which neither Ray nor a death is what is tested.
+"""A cluster of threads in this process, for trainings in which neither Ray nor a death is what is
+tested.
 
-Policy, engine and scoring are the real ones; a training takes seconds, where Ray and two processes that import
-torch and transformers take twenty.
+Policy, engine and scoring are the real ones; a training takes seconds, where Ray and two processes
+that import torch and transformers take twenty.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class _Reference:
 
 
 class _Actor:
-    """Calls of an object's methods one after the other on a thread, with copies of arguments and results."""
+    """Calls of an object's methods one after the other on a thread, with copies of arguments and
+    results.
+    """
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.executor = ThreadPoolExecutor(1)

@@ -12,7 +12,8 @@ FOLDER = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local-strict"
 
 
 def refusals(kind: str, value: Any) -> list[str]:
-    """Return the errors of Kubernetes 1.37 for an object such as a `podtemplatespec-v1`, unknown fields included.
+    """Return the errors of Kubernetes 1.37 for an object such as a `podtemplatespec-v1`, unknown
+    fields included.
 
     Skips the test if the package index cannot be reached.
     """

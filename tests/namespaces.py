@@ -1,7 +1,8 @@
-"""Hosts for tests: network namespaces joined by a bridge, each with its own wire and decoy interfaces.
+"""Hosts for tests: network namespaces joined by a bridge, each with its own wire and decoy
+interfaces.
 
-The machine's own network is not changed. `ip netns exec HOST sh -c` stands in for ssh. Wires can be slow lines
-(slow_line.py), since not every kernel has the netem module.
+The machine's own network is not changed. `ip netns exec HOST sh -c` stands in for ssh. Wires can be
+slow lines (slow_line.py), since not every kernel has the netem module.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class NoNamespacesError(Exception):
 
 @dataclass(frozen=True)
 class FakeHost:
-    """A namespace: its name, the interface and address that reach the others, the slow line if there is one."""
+    """A namespace: its name, the interface and address that reach the others, the slow line if
+    there is one.
+    """
 
     name: str
     interface: str
@@ -81,7 +84,8 @@ class FakeHost:
 
 @contextmanager
 def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
-    """Create namespaces that reach each other, with decoys: docker0, a link-local interface and one that is down.
+    """Create namespaces that reach each other, with decoys: docker0, a link-local interface and one
+    that is down.
 
     `slow_down` needs `are_slow`. Raises NoNamespacesError if they cannot be created.
     """
@@ -125,7 +129,9 @@ def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
 
 
 def _slow_line(place: str, *devices: str) -> subprocess.Popen[str]:
-    """Start a slow line and wait for its devices; raises NoNamespacesError if they cannot be created."""
+    """Start a slow line and wait for its devices; raises NoNamespacesError if they cannot be
+    created.
+    """
     command = ["ip", "netns", "exec", place, sys.executable, "-m", "tests.slow_line", *devices]
     pipe = subprocess.PIPE
     line = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)

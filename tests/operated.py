@@ -79,7 +79,8 @@ class Site:
             | auth
             | {
                 MARK: str(self.folder),
-                "SPT_NOENV": "1",  # keeps vLLM and Ray from overwriting the environment with a title
+                # keeps vLLM and Ray from overwriting the environment with a title
+                "SPT_NOENV": "1",
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                 "PYTHONPATH": str(ROOT),
                 "PREFECT_HOME": str(self.folder / "prefect"),
@@ -136,7 +137,9 @@ class Site:
             )
 
     def up(self, *words: str) -> str:
-        """Run `dapo up` and return its output. The first port is a free one: other tests use the default."""
+        """Run `dapo up` and return its output. The first port is a free one: other tests use the
+        default.
+        """
         port = [] if self.services.server.read() else ["--port", str(free_ports("127.0.0.1")[0])]
         database = (
             {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
@@ -174,12 +177,16 @@ class Site:
         self.ask("POST", f"/flow_runs/{flow_run}/set_state", state={"type": "CANCELLING"})
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
-        """Return the JSON answer of Prefect's REST API, None without content; raises for an error status."""
+        """Return the JSON answer of Prefect's REST API, None without content; raises for an error
+        status.
+        """
         answer = self.request(method, path, **json).raise_for_status()
         return answer.json() if answer.content else None
 
     def request(self, method: str, path: str, **json: Any) -> httpx.Response:
-        """Return the response of Prefect's REST API; retries while the server's SQLite is locked (503)."""
+        """Return the response of Prefect's REST API; retries while the server's SQLite is locked
+        (503).
+        """
         url, auth = (
             f"{self.services.api_url}{path}",
             ("dapo", self.password) if self.password else None,
@@ -236,7 +243,9 @@ class Site:
         return messages
 
     def wait_for(self, what: str, check: Callable[[], Any], seconds: float) -> Any:
-        """Return the first true answer of `check`; otherwise fail the test with the services' last output."""
+        """Return the first true answer of `check`; otherwise fail the test with the services' last
+        output.
+        """
         deadline = time.monotonic() + seconds
         is_over = False
         while not is_over:
@@ -249,7 +258,8 @@ class Site:
         logs = [self.services.server.log, self.services.worker.log]
         tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
         pytest.fail(
-            f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}"
+            f"{what}: not within {seconds:.0f} s; still there: "
+            f"{describe(self.processes())}\n{tails}"
         )
 
     def processes(self, *words: str) -> list[psutil.Process]:

@@ -22,7 +22,9 @@ STARTUP_SECONDS = 200.0
 
 @contextmanager
 def started_postgres() -> Iterator[str]:
-    """URL, with a password, of a fresh database that no network reaches; afterwards nothing of it is left."""
+    """URL, with a password, of a fresh database that no network reaches; afterwards nothing of it
+    is left.
+    """
     versions = sorted(
         Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: float(path.parent.name)
     )
@@ -73,7 +75,9 @@ def started_postgres() -> Iterator[str]:
 
 
 def server_account() -> dict[str, Any]:
-    """Under whom the server runs, as arguments of Popen: not root, whom it refuses, but the package's account."""
+    """Under whom the server runs, as arguments of Popen: not root, whom it refuses, but the
+    package's account.
+    """
     if os.geteuid() != 0:
         return {}
     account = pwd.getpwnam("postgres")

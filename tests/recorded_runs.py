@@ -1,4 +1,6 @@
-"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are fake."""
+"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are
+fake.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ FOLDER = PROJECT_ROOT / "requirements"
 
 
 def written() -> dict[Path, str]:
-    """The text of each file by path: packages of sets as the table has them, further pins as they are there."""
+    """The text of each file by path: packages of sets as the table has them, further pins as they
+    are there.
+    """
     files = {
         FOLDER / f"{each.name}.txt": _with(FOLDER / f"{each.name}.txt", _pins(each))
         for each in sets().values()

@@ -1,7 +1,8 @@
 """A slow line between two devices of a network namespace: it delays frames and drops some.
 
-`python -m tests.slow_line ONE OTHER` creates the devices, which may change namespaces once it prints "ready".
-Each line on standard input is the one-way delay in seconds and the share of frames to drop; EOF ends it.
+`python -m tests.slow_line ONE OTHER` creates the devices, which may change namespaces once it
+prints "ready". Each line on standard input is the one-way delay in seconds and the share of frames
+to drop; EOF ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ MAX_FRAME_BYTES = 1 << 16
 
 
 def make_device(name: str) -> int:
-    """Create a TAP device; its file yields the frames sent to it, and takes frames for it to receive."""
+    """Create a TAP device; its file yields the frames sent to it, and takes frames for it to
+    receive.
+    """
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), TAP_WITHOUT_HEADER))
     return device

@@ -29,8 +29,8 @@ PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 class ScriptedSource:
     """Groups whose rewards come from a script by group id, handed out `burst` at a time.
 
-    When it is stopped, up to `num_late` groups in flight turn out to be finished; each of the others has sampled
-    `partial_tokens` more response tokens.
+    When it is stopped, up to `num_late` groups in flight turn out to be finished; each of the
+    others has sampled `partial_tokens` more response tokens.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class ScriptedSource:
         return replace(make_group(rewards, request.prompt.index), group_id=request.group_id)
 
     def _suspended(self, request: GroupRequest) -> GroupRequest:
-        """The group's first tokens: those it came with and `partial_tokens` more, the first response's first."""
+        """The group's first tokens: those it came with and `partial_tokens` more, the first
+        response's first.
+        """
         left = min(request.num_response_tokens + self.partial_tokens, TOKENS_PER_GROUP)
         responses: list[Response] = []
         for sample, rollout in enumerate(self._whole(request).rollouts):

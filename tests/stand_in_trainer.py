@@ -1,9 +1,11 @@
-"""A small trainer that stands for verl: same command line, files, console lines and checkpoints; no GPU.
+"""A small trainer that stands for verl: same command line, files, console lines and checkpoints; no
+GPU.
 
-It reads the rows and the reward file that were rendered for it, takes an optimizer step on real prompts with a
-real model, and writes what verl's FSDP workers write. `install` makes an environment in which `python -m
-verl.trainer.main_ppo` is this. The variable STAND_IN tells it what to do at a step, once: `crash:3`, `hang:2`,
-`typo:1`, `quit:2`; with `light` among its words it writes empty files in place of weights, in a tenth of the time.
+It reads the rows and the reward file that were rendered for it, takes an optimizer step on real
+prompts with a real model, and writes what verl's FSDP workers write. `install` makes an environment
+in which `python -m verl.trainer.main_ppo` is this. The variable STAND_IN tells it what to do at a
+step, once: `crash:3`, `hang:2`, `typo:1`, `quit:2`; with `light` among its words it writes empty
+files in place of weights, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ LEARNING_RATE = 0.05
 
 
 def install(folder: Path, version: str = "0.9.1") -> dict[str, str]:
-    """The value of external.env with which this interpreter has this trainer as verl of that version."""
+    """The value of external.env with which this interpreter has this trainer as verl of that
+    version.
+    """
     package = folder / "verl" / "trainer"
     package.mkdir(parents=True)
     for place in (package.parent, package):
@@ -113,7 +117,9 @@ def obey(orders: list[str], step: int, start: int) -> None:
 
 
 def score(config: dict[str, str]) -> tuple[float, float]:
-    """Mean and largest score that the rendered reward file gives a right and an empty answer to the first row."""
+    """Mean and largest score that the rendered reward file gives a right and an empty answer to the
+    first row.
+    """
     import pyarrow.parquet as pq
 
     row = pq.read_table(config["data.train_files"]).slice(0, 1).to_pylist()[0]
@@ -183,7 +189,9 @@ class Model:
         return float(loss.detach())
 
     def save(self, actor: Path) -> None:
-        """The files of verl's FSDP workers; the optimizer's are left out, since the merge reads none."""
+        """The files of verl's FSDP workers; the optimizer's are left out, since the merge reads
+        none.
+        """
         import torch
 
         torch.save(self.model.state_dict(), actor / "model_world_size_1_rank_0.pt")
@@ -203,11 +211,14 @@ def merge(words: list[str]) -> None:
 
 
 def install_mindspeed(folder: Path) -> None:
-    """A committed checkout that stands for MindSpeed-RL: prepares rows, trains, writes Megatron's folders."""
+    """A committed checkout that stands for MindSpeed-RL: prepares rows, trains, writes Megatron's
+    folders.
+    """
     (folder / "cli").mkdir(parents=True)
     (folder / "cli" / "preprocess_data.py").write_text(_PREPARE)
     (folder / "cli" / "train_dapo.py").write_text(
-        f"import sys\nsys.path.append({str(ROOT)!r})\nfrom tests.stand_in_trainer import mindspeed\n"
+        f"import sys\nsys.path.append({str(ROOT)!r})\nfrom tests.stand_in_trainer import "
+        "mindspeed\n"
         "mindspeed(sys.argv[1:])\n"
     )
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]

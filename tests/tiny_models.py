@@ -20,7 +20,8 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 MAX_VOCABULARY = 320
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
@@ -41,7 +42,8 @@ _SIZES: dict[str, dict[str, int]] = {  # beside what all four have in common
         "head_dim": 32,
         "num_experts": 5,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,  # what vLLM pads to on a CPU; padded experts cannot be reloaded
+        # what vLLM pads to on a CPU; padded experts cannot be reloaded
+        "moe_intermediate_size": 64,
         "decoder_sparse_step": 1,
     },
     "llama": {},
@@ -72,11 +74,12 @@ def build_tiny(
     positions: int = 512,
     **sizes: int,
 ) -> Path:
-    """The folder `path`, filled with a random two-layer float32 model that transformers and vLLM load.
+    """The folder `path`, filled with a random two-layer float32 model that transformers and vLLM
+    load.
 
-    `sizes` are further fields of its config.json.
-    Its byte-level tokenizer gives any text back unchanged. `<|end|>` ends a response. Experts have the names of
-    published files: one tensor for each matrix of each expert.
+    `sizes` are further fields of its config.json. Its byte-level tokenizer gives any text back
+    unchanged. `<|end|>` ends a response. Experts have the names of published files: one tensor for
+    each matrix of each expert.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -111,7 +114,9 @@ def build_tiny_qwen3(path: str | Path, seed: int = 0, tie_word_embeddings: bool 
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template: 256 bytes, the special tokens and a few merges."""
+    """A byte-level BPE tokenizer with a chat template: 256 bytes, the special tokens and a few
+    merges.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,10 @@
-"""Lets an environment's CUDA build of torch load without CUDA, and the environment see another's packages.
+"""Lets an environment's CUDA build of torch load without CUDA, and the environment see another's
+packages.
 
-`python -m tests.torch_without_cuda FOLDER OTHER`. Registries have some versions of torch with CUDA alone. Its CPU
-kernels are the same, but it is linked with 6 GB of CUDA's libraries. The requirements name the small ones that
-torch calls on any machine, cudart and cupti; stand-ins for the others, made with `cc`, have functions that fail.
+`python -m tests.torch_without_cuda FOLDER OTHER`. Registries have some versions of torch with CUDA
+alone. Its CPU kernels are the same, but it is linked with 6 GB of CUDA's libraries. The
+requirements name the small ones that torch calls on any machine, cudart and cupti; stand-ins for
+the others, made with `cc`, have functions that fail.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def _is_of(version: str, library: str) -> bool:
 
 
 def _compile(path: Path, functions: list[str], version: str) -> None:
-    """A shared library of functions that return 1; unversioned ones are in each library that has no versions."""
+    """A shared library of functions that return 1; unversioned ones are in each library that has no
+    versions.
+    """
     script = path.with_suffix(".map")
     script.write_text(f"{version} {{ global: *; }};\n")
     code = "".join(f"int {name}(void) {{ return 1; }}\n" for name in functions)

@@ -24,8 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "data": {"train": "arithmetic", "eval": "arithmetic", "max_prompt_tokens": 96},
     "model": {"source": "recipe"},
     "reward": {"overlong": {"buffer_tokens": 8}},
-    # Without dynamic sampling every group is kept, so a barely trained model will do; 6 prompts drawn for 4
-    # needed leave surplus groups, which checkpoints must carry.
+    # Without dynamic sampling every group is kept, so a barely trained model will do; 6 prompts
+    # drawn for 4 needed leave surplus groups, which checkpoints must carry.
     "sampler": {"gen_prompts": 6, "dynamic": False},
     "rollout": {
         "engine": "hf",
@@ -39,7 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mini_prompts": 2,
         "micro_batch_tokens": 512,
         "learning_rate": 1e-3,
-        "warmup_steps": 6,  # longer than the interrupted part, so the schedule's position must survive as well
+        # longer than the interrupted part, so the schedule's position must survive as well
+        "warmup_steps": 6,
     },
     "checkpoint": {"save_every": 1, "keep_last": 2},
     "serve": {"max_model_len": 192},
@@ -61,7 +62,9 @@ def write_parquet(rows: list[Row], path: Path) -> None:
 
 
 def build_world(folder: Path) -> World:
-    """Problems of the easiest level, and a model after a few supervised steps: it gets nothing right."""
+    """Problems of the easiest level, and a model after a few supervised steps: it gets nothing
+    right.
+    """
     rows = generate_problems(NUM_PROBLEMS, 1, 1, seed=0)[0]
     write_parquet(rows, folder / "train.parquet")
     recipe = WarmStartConfig(hidden_size=32, num_heads=2, num_steps=20, batch_size=8)

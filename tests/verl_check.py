@@ -70,7 +70,9 @@ def first_row(config, tokenizer_folder):
 
 
 def import_with_older_names():
-    """verl before 0.8 imports a class that newer transformers call otherwise; no configuration uses it."""
+    """verl before 0.8 imports a class that newer transformers call otherwise; no configuration uses
+    it.
+    """
     import transformers
 
     if not hasattr(transformers, "AutoModelForVision2Seq"):

@@ -1,6 +1,7 @@
 """What verl's own configuration code says of our recipes, in two versions.
 
-`python -m tests.verl_composed` writes tests/data/verl again: what each recipe changes in verl's defaults.
+`python -m tests.verl_composed` writes tests/data/verl again: what each recipe changes in verl's
+defaults.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ CHECK = Path(__file__).with_name("verl_check.py")
 
 
 def folder_beside() -> Path:
-    """A folder with what verl's code needs, installed once a machine; skips the test without a package index."""
+    """A folder with what verl's code needs, installed once a machine; skips the test without a
+    package index.
+    """
     folder = Path(tempfile.gettempdir()) / f"dapo-tests-beside-verl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -94,10 +97,12 @@ def folder_beside() -> Path:
 def checked_by_verl(
     version: str, jobs: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What verl's own code makes of each job, {"config_name": ..., "overrides": [...]}, in one process.
+    """What verl's own code makes of each job, {"config_name": ..., "overrides": [...]}, in one
+    process.
 
-    A result has `changed`, the keys that differ from the defaults, or `error`. `asked` is a job with `calls` of
-    its reward function and a `tokenizer` for its rows: the results "scored" and "first row".
+    A result has `changed`, the keys that differ from the defaults, or `error`. `asked` is a job
+    with `calls` of its reward function and a `tokenizer` for its rows: the results "scored" and
+    "first row".
     """
     folder = verl_folder(version)
     path = os.pathsep.join([str(folder), str(folder_beside())])
@@ -120,7 +125,9 @@ def checked_by_verl(
 
 
 def jobs_of(version: str, source: Path) -> dict[str, dict[str, Any]]:
-    """Every recipe as a job of a version; `source` stands for verl's checkout, for versions that need one."""
+    """Every recipe as a job of a version; `source` stands for verl's checkout, for versions that
+    need one.
+    """
     (source / "recipe/dapo").mkdir(parents=True, exist_ok=True)
     jobs = {}
     for name in RECIPES:

@@ -34,9 +34,10 @@ def read_records(
 ) -> dict[str, Record]:
     """Return the archive's records by name without the top-level folder, such as `data/0`.
 
-    The archive is the part of the file given by `start` and `num_bytes`. CRC32s of everything but tensor values
-    are verified if the archive has them. Raises CheckpointError, prefixed with `label`, if the archive is
-    incomplete, has another byte order, contains compressed records or declares more bytes than it has.
+    The archive is the part of the file given by `start` and `num_bytes`. CRC32s of everything but
+    tensor values are verified if the archive has them. Raises CheckpointError, prefixed with
+    `label`, if the archive is incomplete, has another byte order, contains compressed records or
+    declares more bytes than it has.
     """
     section = Section(file, start, num_bytes)
     try:
@@ -45,7 +46,8 @@ def read_records(
         declared = sum(info.file_size for info in infos)
         if any(info.compress_type != ZIP_STORED for info in infos) or declared > section.length:
             raise CheckpointError(
-                f"{label} has compressed or oversized records ({declared:,} bytes in {section.length:,}), which "
+                f"{label} has compressed or oversized records ({declared:,} bytes in "
+                f"{section.length:,}), which "
                 "torch.save never writes; loading it could exhaust memory"
             )
         records = {}
@@ -66,7 +68,8 @@ def read_records(
                     )
     except (BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error) as error:
         raise CheckpointError(
-            f"{label} is not a complete torch.save archive ({error}); copy it again from the node that wrote it"
+            f"{label} is not a complete torch.save archive ({error}); copy it again from the node "
+            "that wrote it"
         ) from error
     return records
 

@@ -1,4 +1,5 @@
-"""Layout of a training's checkpoint folder: which checkpoints are complete, the latest and the best.
+"""Layout of a training's checkpoint folder: which checkpoints are complete, the latest and the
+best.
 
     checkpoints/
         step_000020/                a checkpoint
@@ -14,9 +15,9 @@
         *.damaged                   set aside when training continued from an older checkpoint
         lock                        held while a training runs
 
-A checkpoint is complete once `latest` names it or a later one. A folder newer than `latest` was left by a kill
-between the two renames; training continues from `latest` and writes that step again. If `latest` is missing or
-names a missing folder, every `step_NNNNNN` folder counts.
+A checkpoint is complete once `latest` names it or a later one. A folder newer than `latest` was
+left by a kill between the two renames; training continues from `latest` and writes that step again.
+If `latest` is missing or names a missing folder, every `step_NNNNNN` folder counts.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def best_checkpoints(folder: Path, count: int = 1) -> list[Path]:
-    """Return up to `count` complete checkpoints by validation/accuracy, highest first; ties go to the earliest."""
+    """Return up to `count` complete checkpoints by validation/accuracy, highest first; ties go to
+    the earliest.
+    """
     accuracies = {
         path: accuracy
         for path in checkpoint_folders(folder)
@@ -101,7 +104,9 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise CheckpointError for anything but files and folders: links may point outside, and pipes block."""
+    """Raise CheckpointError for anything but files and folders: links may point outside, and pipes
+    block.
+    """
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(
@@ -112,12 +117,16 @@ def refuse_links(folder: Path) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a unique temporary path beside `path`: ranks of a killed attempt may still write to theirs."""
+    """Return a unique temporary path beside `path`: ranks of a killed attempt may still write to
+    theirs.
+    """
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def tidy(folder: Path, keep_last: int, keep_best: int, keep_steps: Collection[int] = ()) -> None:
-    """Remove leftovers of killed attempts and all checkpoints but the newest, the best and `keep_steps`."""
+    """Remove leftovers of killed attempts and all checkpoints but the newest, the best and
+    `keep_steps`.
+    """
     for leftover in folder.glob(f"*{PARTIAL}"):
         remove(leftover)
     kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}

@@ -62,7 +62,9 @@ def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, P
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Return the manifest, or None for an old checkpoint without one; raises CheckpointError if unreadable."""
+    """Return the manifest, or None for an old checkpoint without one; raises CheckpointError if
+    unreadable.
+    """
     path = checkpoint / MANIFEST_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +84,9 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def shard_digests(checkpoint: Path) -> dict[str, str]:
-    """Return the digests of the shards in the manifest by file name, equal to `digests.file_digest`."""
+    """Return the digests of the shards in the manifest by file name, equal to
+    `digests.file_digest`.
+    """
     manifest = read_manifest(checkpoint)
     files = manifest.files if manifest else {}
     return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
@@ -118,7 +122,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
     """Check the files' sizes and digests and return the manifest, if any; raises CheckpointError.
 
-    Shards are checked only if `with_shards` is set. Links are refused, since they may point outside.
+    Shards are checked only if `with_shards` is set. Links are refused, since they may point
+    outside.
     """
     refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -151,6 +156,7 @@ def _require_parts(path: Path, parts: Sequence[Part]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{path} is damaged or from another checkpoint: {len(wrong)} of its {len(parts)} parts differ from "
+            f"{path} is damaged or from another checkpoint: {len(wrong)} of its {len(parts)} parts "
+            "differ from "
             "the manifest"
         )

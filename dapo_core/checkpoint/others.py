@@ -45,7 +45,8 @@ class OtherCheckpoint:
     def form(self) -> Form:
         """The weight format; raises CheckpointError if it is unknown.
 
-        shards: verl FSDP; model: a Hugging Face folder; distributed: Megatron; iteration: MindSpeed.
+        shards: verl FSDP; model: a Hugging Face folder; distributed: Megatron; iteration:
+        MindSpeed.
         """
         if any(self.actor.glob("model_world_size_*_rank_*.pt")):
             return "shards"
@@ -58,7 +59,8 @@ class OtherCheckpoint:
         found = ", ".join(sorted(path.name for path in self.actor.iterdir())[:5]) or "nothing"
         raise CheckpointError(
             f"{self.actor} has no weights in a known format: it contains {found}, but no "
-            "model_world_size_W_rank_R.pt, safetensors or dist_ckpt; does the trainer save the model (verl: "
+            "model_world_size_W_rank_R.pt, safetensors or dist_ckpt; does the trainer save the "
+            "model (verl: "
             "actor.checkpoint.save_contents)?"
         )
 
@@ -90,7 +92,8 @@ def other_checkpoints(folder: Path) -> list[OtherCheckpoint]:
 
 
 def _newest_step(path: Path) -> int | None:
-    """Return the step in the file, or None if it is missing; raises CheckpointError if it is not a number.
+    """Return the step in the file, or None if it is missing; raises CheckpointError if it is not a
+    number.
 
     Trainers truncate the file before writing it, so an empty one is read again.
     """
@@ -122,7 +125,8 @@ def other_digest(resume: str) -> str | None:
         return None
     if checkpoint_at(Path(resume)) is None:
         raise CheckpointError(
-            f"checkpoint.resume={resume} is not a checkpoint of another trainer; set it to a global_step_N folder"
+            f"checkpoint.resume={resume} is not a checkpoint of another trainer; set it to a "
+            "global_step_N folder"
         )
     digest = hashlib.sha256()
     for path in sorted(Path(resume).rglob("*")):

@@ -43,7 +43,9 @@ OnDamage = Literal["previous", "stop"]
 
 @contextmanager
 def lock_checkpoints(folder: Path) -> Iterator[None]:
-    """Lock a training's checkpoint folder; raises CheckpointError immediately if another process holds it."""
+    """Lock a training's checkpoint folder; raises CheckpointError immediately if another process
+    holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     with ExitStack() as stack:
@@ -51,12 +53,14 @@ def lock_checkpoints(folder: Path) -> Iterator[None]:
             stack.enter_context(locked(path))
         except LockHeld:
             raise CheckpointError(
-                f"{folder} is in use by {read_holder(path)}: two trainings would overwrite each other's "
+                f"{folder} is in use by {read_holder(path)}: two trainings would overwrite each "
+                "other's "
                 "checkpoints; wait until it ends, stop it, or choose another --output"
             ) from None
         except OSError as error:
             raise CheckpointError(
-                f"{folder} cannot be locked ({error}), and without a lock two trainings could write to it; choose "
+                f"{folder} cannot be locked ({error}), and without a lock two trainings could "
+                "write to it; choose "
                 "another --output"
             ) from error
         try:
@@ -71,7 +75,8 @@ def require_resume(resume: str) -> None:
     """Raise ConfigError if checkpoint.resume is a path that does not exist."""
     if resume not in MODES and not Path(resume).is_dir():
         raise ConfigError(
-            f"checkpoint.resume={resume} is not a folder; set it to a checkpoint step_NNNNNN, the output of a "
+            f"checkpoint.resume={resume} is not a folder; set it to a checkpoint step_NNNNNN, the "
+            "output of a "
             "training, auto or never"
         )
 
@@ -93,10 +98,11 @@ def resume_digest(resume: str) -> str | None:
 def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> Path | None:
     """Return the verified checkpoint to continue from, or None to start from the beginning.
 
-    `folder` holds the training's own checkpoints. `resume` is checkpoint.resume: auto; never, which moves existing
-    checkpoints and metrics aside; or a checkpoint or training output to start from if `folder` has no checkpoint.
-    `on_damage` is checkpoint.on_damage: fall back to the newest intact checkpoint, or stop. Raises CheckpointError
-    for damage, and if the path holds no complete checkpoint.
+    `folder` holds the training's own checkpoints. `resume` is checkpoint.resume: auto; never, which
+    moves existing checkpoints and metrics aside; or a checkpoint or training output to start from
+    if `folder` has no checkpoint. `on_damage` is checkpoint.on_damage: fall back to the newest
+    intact checkpoint, or stop. Raises CheckpointError for damage, and if the path holds no complete
+    checkpoint.
     """
     if resume == "never":
         _supersede(folder)
@@ -124,14 +130,18 @@ def _refuse_checkpoints_of_others(folder: Path) -> None:
     others = other_checkpoints(folder)
     if others:
         raise CheckpointError(
-            f"{folder} has {len(others)} checkpoints of another trainer, the newest {others[-1].path.name}, "
-            "which train.backend=own cannot continue; choose another --output, set train.backend to that trainer, "
+            f"{folder} has {len(others)} checkpoints of another trainer, the newest "
+            f"{others[-1].path.name}, "
+            "which train.backend=own cannot continue; choose another --output, set train.backend "
+            "to that trainer, "
             "or set checkpoint.resume=never to start over"
         )
 
 
 def _set_aside_after(checkpoint: Path) -> None:
-    """Rename the newer, damaged checkpoints so that they no longer count; they stay until the training ends."""
+    """Rename the newer, damaged checkpoints so that they no longer count; they stay until the
+    training ends.
+    """
     folders = checkpoint_folders(checkpoint.parent)
     damaged = folders[folders.index(checkpoint) + 1 :]
     for path in damaged:
@@ -172,7 +182,8 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
 def require_same_training(
     config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError for another training's checkpoint, and ConfigError if no steps are left to train.
+    """Raise CheckpointError for another training's checkpoint, and ConfigError if no steps are left
+    to train.
 
     The final checkpoint of this output is accepted: see finish_if_done.
     """
@@ -183,16 +194,18 @@ def require_same_training(
         logger.warning("checkpoint.allow_changed: continuing from %s with %s", start.name, change)
     if state.step > total_steps or (state.step == total_steps and start.parent != folder):
         raise ConfigError(
-            f"{start} is at training step {state.step}, so train.total_steps={total_steps} leaves no step to "
+            f"{start} is at training step {state.step}, so train.total_steps={total_steps} leaves "
+            "no step to "
             f"train: raise it above {state.step}, or choose another checkpoint or --output"
         )
 
 
 def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> MetricsLog:
-    """Return the output's metrics log, truncated to the state's step, with that step's line added if missing.
+    """Return the output's metrics log, truncated to the state's step, with that step's line added
+    if missing.
 
-    If the state is not from a checkpoint of this output (`is_own`), existing lines are removed: they belong to
-    another training.
+    If the state is not from a checkpoint of this output (`is_own`), existing lines are removed:
+    they belong to another training.
     """
     log = MetricsLog(output, state.step if is_own else None)
     lines = read_json_lines(log.path)
@@ -202,9 +215,11 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
 
 def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
-    """Return the state without groups if the training has done its last step; None while steps are left.
+    """Return the state without groups if the training has done its last step; None while steps are
+    left.
 
-    Completes what a kill after the last step may have skipped: metrics and removal of old checkpoints.
+    Completes what a kill after the last step may have skipped: metrics and removal of old
+    checkpoints.
     """
     state = read_state_without_groups(start)
     if state.step < config.train.total_steps:
@@ -223,22 +238,28 @@ def _checkpoint_at(path: Path) -> Path:
         if found is not None:
             return found
     raise CheckpointError(
-        f"checkpoint.resume={path} has no complete checkpoint: it is neither a step_NNNNNN folder with "
+        f"checkpoint.resume={path} has no complete checkpoint: it is neither a step_NNNNNN folder "
+        "with "
         f"{STATE_FILE} nor a training output with one; set another path, auto or never"
     )
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints (also another trainer's), responses, trackers and metrics aside; the lock stays."""
+    """Move checkpoints (also another trainer's), responses, trackers and metrics aside; the lock
+    stays.
+    """
     beside = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
     other_trainer = [*(other.path for other in other_checkpoints(folder)), folder / NEWEST_FILE]
-    # A kill in between must leave a training that can continue: oldest checkpoint first, metrics last.
+    # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
+    # last.
     candidates = (*other_trainer, *step_folders(folder), folder / LATEST_FILE, *beside)
     move_aside(folder, [path for path in candidates if path.exists()])
 
 
 def move_aside(folder: Path, paths: Sequence[Path]) -> None:
-    """Move the paths, which are in the checkpoint folder or beside it, to `superseded-TIME` in this order."""
+    """Move the paths, which are in the checkpoint folder or beside it, to `superseded-TIME` in this
+    order.
+    """
     if not paths:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")

@@ -1,4 +1,5 @@
-"""Saves and loads each rank's weights, optimizer state and random generators with torch.distributed.checkpoint.
+"""Saves and loads each rank's weights, optimizer state and random generators with
+torch.distributed.checkpoint.
 
     model.NAME                        parameters (tied ones once) and persistent buffers
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW state of each parameter
@@ -48,10 +49,11 @@ _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
 class Shards:
-    """Saves and loads this rank's part of a model and its AdamW optimizer, and the process's random generators.
+    """Saves and loads this rank's part of a model and its AdamW optimizer, and the process's random
+    generators.
 
-    `__init__`, `save` and `load` are collective. They use a separate host process group, so training can use the
-    default group during a save.
+    `__init__`, `save` and `load` are collective. They use a separate host process group, so
+    training can use the default group during a save.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class Shards:
         )
 
     def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
-        """Write to the folder; if asynchronous, return once the state is copied to host memory (see is_saved).
+        """Write to the folder; if asynchronous, return once the state is copied to host memory (see
+        is_saved).
 
-        Every rank raises OSError with the errno if a write failed on any rank, and CheckpointError for other
-        errors.
+        Every rank raises OSError with the errno if a write failed on any rank, and CheckpointError
+        for other errors.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps)
@@ -100,7 +103,9 @@ class Shards:
             raise _save_error(folder, failure) from failure
 
     def is_saved(self) -> bool:
-        """True if no asynchronous save is running; raises the last save's error once, as `save` would."""
+        """True if no asynchronous save is running; raises the last save's error once, as `save`
+        would.
+        """
         if self._running is None:
             return True
         folder, future = self._running
@@ -120,10 +125,11 @@ class Shards:
         self._running = None
 
     def load(self, folder: str) -> int:
-        """Load a checkpoint written by any number of ranks in place; returns the number of optimizer steps.
+        """Load a checkpoint written by any number of ranks in place; returns the number of
+        optimizer steps.
 
-        Generators missing from the folder get a new seed. Raises CheckpointError on every rank if the shards do
-        not match the model or cannot be read.
+        Generators missing from the folder get a new seed. Raises CheckpointError on every rank if
+        the shards do not match the model or cannot be read.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps=0)
@@ -147,7 +153,8 @@ class Shards:
         return num_optimizer_steps
 
     def num_bytes(self) -> int:
-        """Return the bytes of parameters and optimizer state that this rank saves; replicas count on one rank.
+        """Return the bytes of parameters and optimizer state that this rank saves; replicas count
+        on one rank.
 
         Excluded: under 2 KiB of overhead per tensor and 15 KiB of random generators per rank.
         """
@@ -162,14 +169,15 @@ class Shards:
     def _require_idle(self) -> None:
         if self._running is not None:
             raise CheckpointError(
-                f"the checkpoint in {self._running[0]} is still being written; call is_saved until it is True "
+                f"the checkpoint in {self._running[0]} is still being written; call is_saved until "
+                "it is True "
                 "before the next save or load"
             )
 
     def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
         """Return the live tensors to save, or to load in place."""
-        # torch would create missing moments with a gradient-free optimizer step, which counts as a step, and would
-        # skip that if a skipped update left gradients.
+        # torch would create missing moments with a gradient-free optimizer step, which counts as a
+        # step, and would skip that if a skipped update left gradients.
         for parameter in self._trained():
             if not self._optimizer.state.get(parameter):
                 self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
@@ -204,8 +212,8 @@ class _Writer(FileSystemWriter):
     ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's file and attach the tensors' digests to the results.
 
-        The digests replace the archives' CRC32s, which cost about as much. torch.save wraps a file's OSError in a
-        RuntimeError, and its context is lost on the way to the other ranks.
+        The digests replace the archives' CRC32s, which cost about as much. torch.save wraps a
+        file's OSError in a RuntimeError, and its context is lost on the way to the other ranks.
         """
         has_crc32s = get_crc32_options()
         set_crc32_options(False)
@@ -271,7 +279,9 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream:
-    """A file that is hashed while it is written; torch calls `tell` around each tensor, so a part is a tensor."""
+    """A file that is hashed while it is written; torch calls `tell` around each tensor, so a part
+    is a tensor.
+    """
 
     def __init__(self, file: io.IOBase) -> None:
         self._file: Any = file
@@ -367,7 +377,9 @@ def _written_bytes(tensor: torch.Tensor) -> int:
 
 
 def _save_error(folder: str, failure: CheckpointException) -> Exception:
-    """Return an OSError with the errno of the first rank that failed to write, else a CheckpointError."""
+    """Return an OSError with the errno of the first rank that failed to write, else a
+    CheckpointError.
+    """
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(

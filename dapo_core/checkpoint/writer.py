@@ -64,9 +64,9 @@ class _Write:
 class CheckpointWriter:
     """Writes one checkpoint at a time to `folder`, which must be locked (`lock_checkpoints`).
 
-    A checkpoint is written under a temporary name and counts only once it is completely on disk; until then
-    training would resume from the previous one. If writing fails, the partial checkpoint is removed and a
-    CheckpointError gives the reason.
+    A checkpoint is written under a temporary name and counts only once it is completely on disk;
+    until then training would resume from the previous one. If writing fails, the partial checkpoint
+    is removed and a CheckpointError gives the reason.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class CheckpointWriter:
         self._polled_seconds = 0.0
 
     def keep(self, state: TrainerState, is_due: bool) -> None:
-        """Start a checkpoint of the step if one is due or its validation accuracy is among the best."""
+        """Start a checkpoint of the step if one is due or its validation accuracy is among the
+        best.
+        """
         self._complete(wait=False)
         self._last_state = state
         accuracy = accuracy_of(state.metrics)
@@ -95,7 +97,8 @@ class CheckpointWriter:
             self.begin(state)
 
     def poll(self) -> None:
-        """Publish the checkpoint in flight if its shards are written; asks the ranks at most once a second.
+        """Publish the checkpoint in flight if its shards are written; asks the ranks at most once a
+        second.
 
         Called while waiting for groups, so a kill does not lose a finished checkpoint.
         """
@@ -115,9 +118,9 @@ class CheckpointWriter:
     def ending(self) -> Iterator[None]:
         """Finish or save checkpoints when the training steps in the block end or fail.
 
-        After the last step, old checkpoints are removed. After a DapoError, the checkpoint in flight is finished.
-        After a stop request, the last step is saved too; weights, optimizer and random generators must still be in
-        that step's state.
+        After the last step, old checkpoints are removed. After a DapoError, the checkpoint in
+        flight is finished. After a stop request, the last step is saved too; weights, optimizer and
+        random generators must still be in that step's state.
         """
         try:
             yield
@@ -139,8 +142,8 @@ class CheckpointWriter:
     def begin(self, state: TrainerState) -> None:
         """Finish the checkpoint in flight and start the next one.
 
-        With checkpoint.asynchronous, a later call publishes it. Raises CheckpointError before writing anything if
-        disk space is short.
+        With checkpoint.asynchronous, a later call publishes it. Raises CheckpointError before
+        writing anything if disk space is short.
         """
         self.finish()
         target = step_folder(self.folder, state.step)
@@ -232,7 +235,9 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
-        """Measure the time spent; on failure remove the partial checkpoint and raise CheckpointError."""
+        """Measure the time spent; on failure remove the partial checkpoint and raise
+        CheckpointError.
+        """
         entered_at = time.perf_counter()
         try:
             yield
@@ -251,12 +256,18 @@ class CheckpointWriter:
             else "there is no earlier checkpoint"
         )
         if not _is_disk_full(error):
-            return f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; {fallback}"
+            return (
+                f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; "
+                f"{fallback}"
+            )
         return (
             f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, but only "
-            f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); {fallback}. Free some "
-            f"space, lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best} "
-            "(one more must fit besides those), or choose an --output or a store.path on a larger disk"
+            f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); "
+            f"{fallback}. Free some "
+            f"space, lower checkpoint.keep_last={settings.keep_last} or "
+            f"checkpoint.keep_best={settings.keep_best} "
+            "(one more must fit besides those), or choose an --output or a store.path on a larger "
+            "disk"
         )
 
 

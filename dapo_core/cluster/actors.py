@@ -28,7 +28,8 @@ PING_SECONDS = 5.0  # of silence before all actors are pinged
 SEARCH_SECONDS = (
     20.0  # to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
 )
-# Ray's errors for an actor whose process is dead or unreachable; training cannot continue after either.
+# Ray's errors for an actor whose process is dead or unreachable; training cannot continue after
+# either.
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 # Phrases in Ray's messages, which have thousands of characters; the first match counts.
 REASONS = (
@@ -57,8 +58,8 @@ class _Actor:
 class Actors:
     """The named actors of a training: fetches their results and finds the one that died.
 
-    A ping calls the actor's `place`. It queues behind the actor's other calls, so a busy or hanging actor does not
-    answer, but it fails immediately if the process is dead.
+    A ping calls the actor's `place`. It queues behind the actor's other calls, so a busy or hanging
+    actor does not answer, but it fails immediately if the process is dead.
     """
 
     def __init__(self) -> None:
@@ -75,8 +76,8 @@ class Actors:
     def get(self, references: Any, max_seconds: float = math.inf) -> Any:
         """Return the results of the calls, or raise the first error.
 
-        DapoErrors and OSErrors are raised unwrapped. Raises WorkerDied if any actor has died, even one that none
-        of these calls went to, and Ray's GetTimeoutError after `max_seconds`.
+        DapoErrors and OSErrors are raised unwrapped. Raises WorkerDied if any actor has died, even
+        one that none of these calls went to, and Ray's GetTimeoutError after `max_seconds`.
         """
         deadline = time.monotonic() + max_seconds
         while True:

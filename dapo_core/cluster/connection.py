@@ -49,9 +49,9 @@ def connected_to_ray(
 ) -> Iterator[Path | None]:
     """Connect to the cluster at train.ray_address, or start a private Ray with `num_cpus` CPUs.
 
-    Yields the private Ray's folder, which only this user can enter, or None. A cluster must answer within
-    `answer_seconds`; `is_quiet` hides the output of its workers. Raises ConfigError if a cluster refuses this
-    process, and WorkerDied if Ray does not start or answer.
+    Yields the private Ray's folder, which only this user can enter, or None. A cluster must answer
+    within `answer_seconds`; `is_quiet` hides the output of its workers. Raises ConfigError if a
+    cluster refuses this process, and WorkerDied if Ray does not start or answer.
     """
     set_defaults(RAY)
     address = train.ray_address
@@ -80,7 +80,8 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
     except (AuthenticationError, ConnectionError, TimeoutError) as error:
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             raise ConfigError(
-                f"the Ray cluster at train.ray_address={address} refuses this process: start the process with "
+                f"the Ray cluster at train.ray_address={address} refuses this process: start the "
+                "process with "
                 f"{AUTH_MODE}=token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} "
                 "(docs/security.md)"
             ) from error
@@ -89,7 +90,8 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
         ) from error
     if os.environ.get(AUTH_MODE, "").lower() != "token":
         logger.warning(
-            "the Ray cluster at %s is used without a token: anyone who can reach its ports can run code as its "
+            "the Ray cluster at %s is used without a token: anyone who can reach its ports can run "
+            "code as its "
             "user; see docs/security.md to start it with a token",
             address,
         )
@@ -101,9 +103,12 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
 
 @contextmanager
 def _private_ray(num_cpus: int) -> Iterator[Path | None]:
-    """Run Ray on loopback, usable only with this training's token; its folder is removed at the end."""
+    """Run Ray on loopback, usable only with this training's token; its folder is removed at the
+    end.
+    """
     folder = _private_folder()
-    # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach this process.
+    # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach
+    # this process.
     with locked(folder / LOCK_FILE), _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
         _start(folder, num_cpus)
         try:
@@ -120,7 +125,9 @@ def private_token() -> str:
 
 
 def _private_folder() -> Path:
-    """Create a folder for Ray's logs and sockets that only this user can enter, with a short enough path."""
+    """Create a folder for Ray's logs and sockets that only this user can enter, with a short enough
+    path.
+    """
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     _remove_old_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
@@ -188,9 +195,9 @@ def _kill_processes(processes: list[subprocess.Popen[Any]]) -> None:
 def _loopback() -> Iterator[None]:
     """Make a Ray started inside the block bind to 127.0.0.1 only.
 
-    Ray has no public option: it replaces a loopback `_node_ip_address` with the machine's own, and reads the
-    variable behind this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, before it is known whether a
-    cluster will be joined. test_ray_security.py fails if it changes.
+    Ray has no public option: it replaces a loopback `_node_ip_address` with the machine's own, and
+    reads the variable behind this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, before it
+    is known whether a cluster will be joined. test_ray_security.py fails if it changes.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -221,11 +228,12 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def _keep_signal_handling() -> Iterator[list[subprocess.Popen[Any]]]:
-    """Keep this process's SIGTERM handler while Ray starts, and shield Ray's processes from signals to the group.
+    """Keep this process's SIGTERM handler while Ray starts, and shield Ray's processes from signals
+    to the group.
 
-    Yields the list of processes that Ray starts; a stopped training needs them for its last checkpoint. Ray has no
-    public option for either: it installs its own handler and shields its processes only from SIGINT.
-    test_stopping.py fails if this changes.
+    Yields the list of processes that Ray starts; a stopped training needs them for its last
+    checkpoint. Ray has no public option for either: it installs its own handler and shields its
+    processes only from SIGINT. test_stopping.py fails if this changes.
     """
     popen = services.ConsolePopen
     processes: list[subprocess.Popen[Any]] = []

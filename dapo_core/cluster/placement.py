@@ -1,4 +1,6 @@
-"""Places ranks and engines on the nodes of a Ray cluster: ranks node by node, each engine stage on one node."""
+"""Places ranks and engines on the nodes of a Ray cluster: ranks node by node, each engine stage on
+one node.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +80,11 @@ class Places:
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
-    """Return what the training reserves, in this order: the ranks, then all pipeline stages of engines.
+    """Return what the training reserves, in this order: the ranks, then all pipeline stages of
+    engines.
 
-    A stage's devices are on one node; the stages of an engine may be on several. If colocated, ranks use the
-    places of engines.
+    A stage's devices are on one node; the stages of an engine may be on several. If colocated,
+    ranks use the places of engines.
     """
     accelerator: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
@@ -107,8 +110,9 @@ def place_roles(
 ) -> Places:
     """Reserve a place for each rank and engine part, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so consecutive ranks share a node if it has room. If colocated, rank i and engine part
-    i share a place. Raises ConfigError if the resources do not become free within `max_seconds`.
+    Ranks fill node by node, so consecutive ranks share a node if it has room. If colocated, rank i
+    and engine part i share a place. Raises ConfigError if the resources do not become free within
+    `max_seconds`.
     """
     reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
     ranks = [] if config.train.is_colocated else reserved.pop(0)
@@ -158,7 +162,8 @@ def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float
         resources = f"total {ray.cluster_resources()}, free {ray.available_resources()}"
         if seconds >= max_seconds:
             raise ConfigError(
-                f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): lower "
+                f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): "
+                "lower "
                 "train.num_ranks, rollout.num_workers or the threads, or add nodes"
             )
         logger.info(

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
-    """Calls all policy ranks as one; train.sequence_parallel consecutive ranks get the same share of a batch."""
+    """Calls all policy ranks as one; train.sequence_parallel consecutive ranks get the same share
+    of a batch.
+    """
 
     def __init__(
         self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int
@@ -47,9 +49,10 @@ class PolicyGroup:
     def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
         """Return the batch with old log-probs, and with reference log-probs if KL needs them.
 
-        Also returns the policy's log-probs before any update, or None if the updates measure them: unless KL in
-        the reward or rollout correction needs them first, this is so if the anchor is the engine's log-probs, or
-        if there is a single update, whose own log-probs are the old ones.
+        Also returns the policy's log-probs before any update, or None if the updates measure them:
+        unless KL in the reward or rollout correction needs them first, this is so if the anchor is
+        the engine's log-probs, or if there is a single update, whose own log-probs are the old
+        ones.
         """
         measured, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
@@ -70,7 +73,9 @@ class PolicyGroup:
         return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def ref_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Return the reference model's log-probs of the response tokens: [B, R] float32, in batch order."""
+        """Return the reference model's log-probs of the response tokens: [B, R] float32, in batch
+        order.
+        """
         shares, indices = self._split(batch)
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
@@ -80,8 +85,8 @@ class PolicyGroup:
     ) -> tuple[list[Update], Measured]:
         """Run one optimizer step per mini-batch and pass; returns the updates and `measured`.
 
-        If `measured` is None, the first pass measures it. Old log-probs, advantages and importance weights stay
-        fixed over all passes.
+        If `measured` is None, the first pass measures it. Old log-probs, advantages and importance
+        weights stay fixed over all passes.
         """
         train, seed = self.config.train, self.config.run.seed
         updates: list[Update] = []
@@ -102,7 +107,8 @@ class PolicyGroup:
     def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
         """Copy the policy's weights to the reference model if algorithm.kl.refresh_every is due.
 
-        Only the step number decides, whether or not the step was skipped, so a resume changes nothing.
+        Only the step number decides, whether or not the step was skipped, so a resume changes
+        nothing.
         """
         refresh_every = self.config.algorithm.kl.refresh_every
         if refresh_every and step % refresh_every == 0:
@@ -110,7 +116,9 @@ class PolicyGroup:
                 self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
     def update(self, mini_batch: Batch, measures: bool = False) -> Update:
-        """Run one optimizer step on the mini-batch; returns the sums over ranks and, if requested, log-probs."""
+        """Run one optimizer step on the mini-batch; returns the sums over ranks and, if requested,
+        log-probs.
+        """
         totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
         calls = [rank.update.remote(share, totals, measures) for rank, share in self._deal(shares)]
@@ -131,7 +139,9 @@ class PolicyGroup:
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:
-        """Trace the step on train.profile.ranks inside the block, and write the traces to the folder."""
+        """Trace the step on train.profile.ranks inside the block, and write the traces to the
+        folder.
+        """
         chosen = self.config.train.profile.ranks
         ranks = {number: rank for number, rank in enumerate(self.ranks) if number in chosen}
         self.actors.get([rank.begin_profile.remote() for rank in ranks.values()])
@@ -151,8 +161,8 @@ class PolicyGroup:
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write each rank's parameters, optimizer state and random generators to the folder.
 
-        If asynchronous, return once they are copied to host memory; see is_saved. Raises OSError with its errno if
-        a rank cannot write, and CheckpointError while another save runs.
+        If asynchronous, return once they are copied to host memory; see is_saved. Raises OSError
+        with its errno if a rank cannot write, and CheckpointError while another save runs.
         """
         self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 
@@ -191,7 +201,9 @@ class PolicyGroup:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
 
     def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
-        """Yield each rank with a reference to its share, which ranks of a sequence-parallel group share."""
+        """Yield each rank with a reference to its share, which ranks of a sequence-parallel group
+        share.
+        """
         references = [ray.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]

@@ -21,8 +21,8 @@ SILENCE_SECONDS = 1.0  # after which `finished` returns nothing
 class RolloutGroup:
     """Distributes requests over all rollout workers and returns scored groups.
 
-    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups also
-    raises WorkerDied for dead policy ranks.
+    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for
+    groups also raises WorkerDied for dead policy ranks.
     """
 
     def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
@@ -66,7 +66,9 @@ class RolloutGroup:
         return [finished for reference in ready for finished in self._take(reference)]
 
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
-        """Suspend all workers; returns groups that just finished, and requests that resume the others."""
+        """Suspend all workers; returns groups that just finished, and requests that resume the
+        others.
+        """
         late = [group for reference in list(self._polls) for group in self._take(reference)]
         busy = [
             worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count
@@ -77,7 +79,9 @@ class RolloutGroup:
         return late, sorted(chain(*requests), key=lambda request: request.group_id)
 
     def take_reward_seconds(self) -> float:
-        """Return the seconds since the last call that a worker waited only for scores; maximum over workers."""
+        """Return the seconds since the last call that a worker waited only for scores; maximum over
+        workers.
+        """
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most
@@ -109,6 +113,8 @@ class RolloutGroup:
             return self.actors.get(references, self.max_seconds)
         except GetTimeoutError:
             raise RolloutError(
-                f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "
-                "rollout.engine) or an engine step takes longer (raise sampler.max_seconds_without_kept)"
+                f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs "
+                "(try another "
+                "rollout.engine) or an engine step takes longer (raise "
+                "sampler.max_seconds_without_kept)"
             ) from None

@@ -1,7 +1,8 @@
-"""Queries a running Ray cluster's resources in a child process, since connecting may block for minutes.
+"""Queries a running Ray cluster's resources in a child process, since connecting may block for
+minutes.
 
-`python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints total, free and per-node resources as JSON. It exits
-with its parent, which a signal may end at any moment.
+`python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints total, free and per-node resources as
+JSON. It exits with its parent, which a signal may end at any moment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LOG_SECONDS = 10.0  # between log lines while waiting
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 START_RAY = (
-    "start one on a list of machines with `dapo cluster up` (docs/clusters.md), or by hand with a token "
+    "start one on a list of machines with `dapo cluster up` (docs/clusters.md), or by hand with a "
+    "token "
     "(docs/security.md), or unset train.ray_address to use only this machine"
 )
 NO_RAY = "Could not find any running Ray instance"  # from Ray's message
@@ -48,8 +50,9 @@ def ask_cluster(
 ) -> Room:
     """Return the cluster's resources, authenticating with the token from the environment.
 
-    Raises ConfigError with the commands to run if `auto` finds no Ray on this machine, and WorkerDied with Ray's
-    reason if a cluster does not answer. While waiting, it logs progress and signals take effect immediately.
+    Raises ConfigError with the commands to run if `auto` finds no Ray on this machine, and
+    WorkerDied with Ray's reason if a cluster does not answer. While waiting, it logs progress and
+    signals take effect immediately.
     """
     command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
     started = last_log = time.monotonic()
@@ -131,7 +134,9 @@ def main(address: str) -> int:
 
 
 def use_known_token(address: str) -> None:
-    """Make this process and its children use the cluster's token if `dapo cluster up` stored one here."""
+    """Make this process and its children use the cluster's token if `dapo cluster up` stored one
+    here.
+    """
     from ray._private import services
     from ray._raylet import Config  # type: ignore[attr-defined]
 

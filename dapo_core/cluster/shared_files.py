@@ -26,11 +26,12 @@ ADVICE = (
 def require_shared(
     nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path
 ) -> None:
-    """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files that ranks and workers use.
+    """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files that ranks and
+    workers use.
 
-    These are the model, the reference model, the scorer's file, and the output that ranks write checkpoints to,
-    which must be the same folder and not just have the same name. The trainer's own node is skipped. Raises
-    WorkerDied if a node does not answer.
+    These are the model, the reference model, the scorer's file, and the output that ranks write
+    checkpoints to, which must be the same folder and not just have the same name. The trainer's own
+    node is skipped. Raises WorkerDied if a node does not answer.
     """
     others = [node for node in living_nodes() if node.id in nodes and node.id != own_node()]
     if not others:

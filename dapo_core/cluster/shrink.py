@@ -39,7 +39,8 @@ MAX_ATTEMPTS = 3
 def place_what_is_left(
     config: TrainingConfig, device: Device, groups: list[PlacementGroup], model_path: Path
 ) -> tuple[TrainingConfig, Places]:
-    """Place the roles like `place_roles`, with fewer ranks and engines if needed; also returns the configuration.
+    """Place the roles like `place_roles`, with fewer ranks and engines if needed; also returns the
+    configuration.
 
     Raises ConfigError if no smaller number fits the free devices, their memory and the other keys.
     """
@@ -68,7 +69,8 @@ def _shrunk_to_free(config: TrainingConfig, device: Device, model_path: Path) ->
 def shrunk(
     config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]], model_path: Path
 ) -> TrainingConfig:
-    """Return the configuration with the most ranks and engines that fit the `free` resources by node.
+    """Return the configuration with the most ranks and engines that fit the `free` resources by
+    node.
 
     Ranks and engines shrink in proportion. Raises ConfigError if no smaller number fits, passes the
     configuration's validation and fits the memory plan.
@@ -85,7 +87,8 @@ def shrunk(
             rejection = rejection or str(error)
             continue
         logger.warning(
-            "training continues with %d of %d ranks and %d of %d engines (train.on_lost_node=shrink)",
+            "training continues with %d of %d ranks and %d of %d engines "
+            "(train.on_lost_node=shrink)",
             num_ranks,
             config.train.num_ranks,
             num_workers,
@@ -93,15 +96,19 @@ def shrunk(
         )
         return smaller
     raise ConfigError(
-        "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for the free "
+        "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for "
+        "the free "
         f"resources of the remaining nodes, {[dict(node) for node in free]}: "
-        f"{rejection or 'not even one of each fits'}; add nodes and run the same command again, or change these "
+        f"{rejection or 'not even one of each fits'}; add nodes and run the same command again, or "
+        "change these "
         "keys"
     )
 
 
 def _require_memory(config: TrainingConfig, model_path: Path) -> None:
-    """Raise ConfigError if, by the memory plan, ranks with larger shards do not fit train.device_model."""
+    """Raise ConfigError if, by the memory plan, ranks with larger shards do not fit
+    train.device_model.
+    """
     train = config.train
     if train.device_model is None or train.allow_oversubscription:
         return

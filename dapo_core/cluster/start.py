@@ -52,8 +52,9 @@ CLOSE_SECONDS = 5.0
 class WeightTransfer:
     """Sends weights from policy rank 0 to every process of every engine.
 
-    On CPUs, processes on rank 0's node read its shared memory. On accelerators, the process that shares rank 0's
-    device uses IPC handles, since an NCCL or HCCL group may not contain a device twice. All others get broadcasts.
+    On CPUs, processes on rank 0's node read its shared memory. On accelerators, the process that
+    shares rank 0's device uses IPC handles, since an NCCL or HCCL group may not contain a device
+    twice. All others get broadcasts.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class WeightTransfer:
     def connect(
         self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
     ) -> None:
-        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's memory.
+        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's
+        memory.
 
-        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a rendezvous address
-        for rank 0 and the other processes.
+        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a
+        rendezvous address for rank 0 and the other processes.
         """
         memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
         size = 1 + is_local.count(False)
@@ -100,8 +102,8 @@ class WeightTransfer:
     def send(self, policy_version: int) -> None:
         """Load the policy's weights into every engine.
 
-        Raises RolloutError unless every engine process loaded all of them exactly as sent, and WorkerDied if a
-        process dies.
+        Raises RolloutError unless every engine process loaded all of them exactly as sent, and
+        WorkerDied if a process dies.
         """
         sending = [rank.send_weights.remote() for rank in self.ranks]
         receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
@@ -136,10 +138,10 @@ def start_cluster(
 ) -> Iterator[Cluster]:
     """Start policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running cluster, whose nodes must see the
-    model and `output_dir`. A restart after a dead process follows train.on_lost_node. Raises ConfigError if the
-    cluster lacks devices, and WorkerDied if a process dies during startup; this process can then start another
-    cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running cluster, whose
+    nodes must see the model and `output_dir`. A restart after a dead process follows
+    train.on_lost_node. Raises ConfigError if the cluster lacks devices, and WorkerDied if a process
+    dies during startup; this process can then start another cluster.
     """
     started = time.monotonic()
     require_versions()
@@ -215,7 +217,9 @@ def _start_parts(
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:
-    """For each engine part, return whether it shares rank 0's memory: its node on CPUs, else its device."""
+    """For each engine part, return whether it shares rank 0's memory: its node on CPUs, else its
+    device.
+    """
     home = places.ranks[0]
     parts = [place for parts in places.engines for place in parts]
     if not device.has_own_memory:
@@ -249,7 +253,9 @@ def _end(
 
 
 def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
-    """Return a rendezvous address: in the private folder, which opens no port, or else on the actor's node."""
+    """Return a rendezvous address: in the private folder, which opens no port, or else on the
+    actor's node.
+    """
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
     return f"file://{folder}/{secrets.token_hex(8)}"  # the last component names shared memory
@@ -335,7 +341,9 @@ class _EngineRank(_Process):
         return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
-        """Call the engine. An error that only this part raises ends the process, since the others wait for it."""
+        """Call the engine. An error that only this part raises ends the process, since the others
+        wait for it.
+        """
         try:
             getattr(self._engine, name)(*arguments)
         except DapoError:  # raised by every part

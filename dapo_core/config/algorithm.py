@@ -25,7 +25,8 @@ class KLConfig(Section):
     estimator: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"] = (
         key(
             "low_var_kl",
-            "Per-token estimator (k1, |k1|, k2, k3); `+` keeps its value but uses the gradient of k2.",
+            "Per-token estimator (k1, |k1|, k2, k3); `+` keeps its value but uses the gradient of "
+            "k2.",
         )
     )
     controller: Literal["fixed", "adaptive"] = key(
@@ -37,7 +38,8 @@ class KLConfig(Section):
     horizon: float = key(10_000.0, "Time constant of controller=adaptive, in responses.", gt=0)
     reference_path: str | None = key(
         None,
-        "Folder of a reference model with the policy's architecture and sizes; unset: the initial policy.",
+        "Folder of a reference model with the policy's architecture and sizes; unset: the initial "
+        "policy.",
     )
     refresh_every: int = key(
         0,
@@ -50,7 +52,8 @@ class KLConfig(Section):
         if self.place == "off" and (self.reference_path is not None or self.refresh_every):
             raise ValueError(
                 f"algorithm.kl.reference_path={self.reference_path} and algorithm.kl.refresh_every="
-                f"{self.refresh_every} have no effect: algorithm.kl.place=off loads no reference model; set "
+                f"{self.refresh_every} have no effect: algorithm.kl.place=off loads no reference "
+                "model; set "
                 "algorithm.kl.place=loss or reward, or remove them"
             )
         return self
@@ -60,33 +63,40 @@ class KLConfig(Section):
         if self.controller == "adaptive" and self.place != "reward":
             raise ValueError(
                 "algorithm.kl.controller=adaptive requires KL in the reward, but "
-                f"algorithm.kl.place={self.place}; set algorithm.kl.place=reward or algorithm.kl.controller=fixed"
+                f"algorithm.kl.place={self.place}; set algorithm.kl.place=reward or "
+                "algorithm.kl.controller=fixed"
             )
         return self
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction for the mismatch between the engine's and the policy's log-probs of the same tokens."""
+    """Correction for the mismatch between the engine's and the policy's log-probs of the same
+    tokens.
+    """
 
     importance: Literal["off", "stale", "token", "sequence"] = key(
         "stale",
-        "Weight token losses by the truncated policy/engine ratio: stale: only tokens sampled by an older policy; "
+        "Weight token losses by the truncated policy/engine ratio: stale: only tokens sampled by "
+        "an older policy; "
         "token: all tokens; sequence: all tokens, by the ratio of the whole response.",
     )
     importance_max: float = key(2.0, "Upper bound at which importance weights are truncated.", gt=0)
     importance_min: float | None = key(
         None,
-        "If set, importance weights are not truncated: ratios outside [importance_min, importance_max] get weight "
+        "If set, importance weights are not truncated: ratios outside [importance_min, "
+        "importance_max] get weight "
         "0 (IcePop).",
         gt=0,
     )
     importance_normalize: bool = key(
         False,
-        "Divide importance weights by their mean over the step's tokens (over responses with `sequence`).",
+        "Divide importance weights by their mean over the step's tokens (over responses with "
+        "`sequence`).",
     )
     mask: Literal["off", "token", "sequence", "product"] = key(
         "off",
-        "Mask ratios policy/engine outside [mask_low, mask_high]: token: single tokens; sequence: responses, by "
+        "Mask ratios policy/engine outside [mask_low, mask_high]: token: single tokens; sequence: "
+        "responses, by "
         "the geometric mean of their ratios; product: responses, by the product.",
     )
     mask_low: float = key(0.5, "Lowest ratio that is not masked.", ge=0)
@@ -95,7 +105,8 @@ class RolloutCorrectionConfig(Section):
         "off", "token-k2", "token-k3", "sum-k2", "sum-k3", "mean-k2", "mean-k3", "max-k2", "max-k3"
     ] = key(
         "off",
-        "Mask by divergence from the engine above divergence_max, estimated as k2 or k3: single tokens, or "
+        "Mask by divergence from the engine above divergence_max, estimated as k2 or k3: single "
+        "tokens, or "
         "responses by the sum, mean or maximum over their tokens.",
     )
     divergence_max: float = key(0.01, "Highest divergence that is not masked.", gt=0)
@@ -109,7 +120,8 @@ class RolloutCorrectionConfig(Section):
     def _low_below_high(self) -> RolloutCorrectionConfig:
         if self.mask_low >= self.mask_high:
             raise ValueError(
-                f"algorithm.rollout_correction.mask_low={self.mask_low} is not below mask_high={self.mask_high}: "
+                f"algorithm.rollout_correction.mask_low={self.mask_low} is not below "
+                f"mask_high={self.mask_high}: "
                 "every token would be masked; swap the two"
             )
         return self
@@ -118,21 +130,25 @@ class RolloutCorrectionConfig(Section):
     def _weights_have_an_interval(self) -> RolloutCorrectionConfig:
         if self.importance_min is not None and self.importance_min >= self.importance_max:
             raise ValueError(
-                f"algorithm.rollout_correction.importance_min={self.importance_min} is not below importance_max="
+                f"algorithm.rollout_correction.importance_min={self.importance_min} is not below "
+                "importance_max="
                 f"{self.importance_max}: every weight would be 0; lower importance_min"
             )
         if self.importance == "off" and (
             self.importance_min is not None or self.importance_normalize
         ):
             raise ValueError(
-                "algorithm.rollout_correction.importance_min and importance_normalize have no effect with "
+                "algorithm.rollout_correction.importance_min and importance_normalize have no "
+                "effect with "
                 "importance=off; remove them, or set importance to stale, token or sequence"
             )
         return self
 
 
 class AlgorithmConfig(Section):
-    """Advantage and loss. The default is DAPO; GRPO is equal clips, no dynamic sampling, and KL in the loss."""
+    """Advantage and loss. The default is DAPO; GRPO is equal clips, no dynamic sampling, and KL in
+    the loss.
+    """
 
     baseline: Literal["group-mean", "leave-one-out"] = key(
         "group-mean",
@@ -166,7 +182,8 @@ class AlgorithmConfig(Section):
     entropy_coefficient: float = key(0.0, "Weight of the entropy bonus in the loss.", ge=0, le=10)
     old_log_probs: Literal["policy", "engine"] = key(
         "policy",
-        "Denominator of the clipped ratio: the policy's log-probs before the updates, or the engine's as sampled, "
+        "Denominator of the clipped ratio: the policy's log-probs before the updates, or the "
+        "engine's as sampled, "
         "which saves a forward pass.",
     )
     kl: KLConfig = Field(default_factory=KLConfig)
@@ -180,12 +197,14 @@ class AlgorithmConfig(Section):
         needs_constant = self.loss_aggregation == "seq-mean-token-sum-norm"
         if needs_constant and self.loss_norm_tokens is None:
             raise ValueError(
-                "algorithm.loss_aggregation=seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens, which "
+                "algorithm.loss_aggregation=seq-mean-token-sum-norm divides by "
+                "algorithm.loss_norm_tokens, which "
                 "is not set; set it, for instance to rollout.max_response_tokens"
             )
         if not needs_constant and self.loss_norm_tokens is not None:
             raise ValueError(
                 f"algorithm.loss_norm_tokens={self.loss_norm_tokens} would be ignored by "
-                f"algorithm.loss_aggregation={self.loss_aggregation}; remove it or set seq-mean-token-sum-norm"
+                f"algorithm.loss_aggregation={self.loss_aggregation}; remove it or set "
+                "seq-mean-token-sum-norm"
             )
         return self

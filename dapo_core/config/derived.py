@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from dapo_core.config.training import TrainingConfig
 
-# LABEL | UNIT | FORMULA. "At most" marks an upper bound: dynamic sampling and early stops stay below it. Formulas
-# are evaluated left to right; an operand is a key, the last part of a key, or the label of an earlier line.
+# LABEL | UNIT | FORMULA. "At most" marks an upper bound: dynamic sampling and early stops stay
+# below it. Formulas are evaluated left to right; an operand is a key, the last part of a key, or
+# the label of an earlier line.
 _QUANTITIES = """
 policy | devices | train.num_ranks
 rollouts | devices | rollout.num_workers x rollout.tensor_parallel x rollout.pipeline_parallel
@@ -47,7 +48,9 @@ class Quantity(NamedTuple):
 
 
 def derive(config: TrainingConfig) -> list[Quantity]:
-    """Return the quantities derived from a configuration. All are exact: validation rejects uneven divisions."""
+    """Return the quantities derived from a configuration. All are exact: validation rejects uneven
+    divisions.
+    """
     train = {**dict(config.train), "fsdp_size": config.train.fsdp_size or config.train.num_ranks}
     values: dict[str, Any] = {
         **dict(config.data),

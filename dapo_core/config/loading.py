@@ -22,8 +22,8 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _CHANGING_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 _ENVIRONMENT = "env"  # key of environment variables; their values stay text
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
-# Blanks in guides and templates: words in capitals, <NAME>, ${NAME}, "Your ...". Too broad for recipes, where such
-# words may be part of a prompt.
+# Blanks in guides and templates: words in capitals, <NAME>, ${NAME}, "Your ...". Too broad for
+# recipes, where such words may be part of a prompt.
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
 # What a value must be, by the start of pydantic's error type.
@@ -102,10 +102,12 @@ for _first in "yYnNoO":  # yes, no, on, off: pydantic converts them for boolean 
 
 
 def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
-    """Return the resolved configuration: defaults < file < overrides of the form `section.key=value`.
+    """Return the resolved configuration: defaults < file < overrides of the form
+    `section.key=value`.
 
-    `run.name` defaults to the file name. Raises ConfigError for an unreadable file, an unknown key (naming the
-    nearest one), a value out of bounds, an unresolved placeholder, or keys that contradict each other.
+    `run.name` defaults to the file name. Raises ConfigError for an unreadable file, an unknown key
+    (naming the nearest one), a value out of bounds, an unresolved placeholder, or keys that
+    contradict each other.
     """
     return resolve(root, overridden(read_recipe(Path(path)), overrides))
 
@@ -222,7 +224,9 @@ def _parse(
 
 
 def nearest(root: type[BaseModel], name: str) -> str:
-    """Return ` (did you mean X?)` for the most similar key or section, or a pointer to the list of keys."""
+    """Return ` (did you mean X?)` for the most similar key or section, or a pointer to the list of
+    keys.
+    """
     keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
@@ -257,7 +261,9 @@ def placeholders(
 def _explained(
     root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[str]:
-    """Return a sentence per problem. For keys of other trainers it names ours and the converted value."""
+    """Return a sentence per problem. For keys of other trainers it names ours and the converted
+    value.
+    """
     unknown = {
         _name(problem): problem["input"]
         for problem in errors
@@ -318,7 +324,9 @@ def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
 
 
 def requirement(problem: ErrorDetails, metadata: Sequence[Any] = ()) -> str:
-    """Return what a value must be, with the bounds of the field, as in `it must be a whole number, at least 1`."""
+    """Return what a value must be, with the bounds of the field, as in `it must be a whole number,
+    at least 1`.
+    """
     kind, context = problem["type"], problem.get("ctx", {})
     limits = context | {
         name: getattr(part, name) for part in metadata for name in _BOUNDS if hasattr(part, name)

@@ -33,17 +33,20 @@ class RolloutConfig(Section):
     pipeline_parallel: int = volatile(1, "Pipeline stages per engine; may span nodes.", ge=1, le=64)
     expert_parallel: bool = volatile(
         False,
-        "Distribute whole experts over an engine's devices instead of splitting each expert by rows.",
+        "Distribute whole experts over an engine's devices instead of splitting each expert by "
+        "rows.",
     )
     threads_per_worker: int = volatile(2, "CPU threads per engine device.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     chat_template_kwargs: JsonObject = key(
         {},
-        "Chat template arguments, such as {enable_thinking: false}. Also apply to validation prompts.",
+        "Chat template arguments, such as {enable_thinking: false}. Also apply to validation "
+        "prompts.",
     )
     sampling: SamplingSource = key(
         "settings",
-        "settings: temperature, top_p and top_k of this section; model: those in generation_config.json.",
+        "settings: temperature, top_p and top_k of this section; model: those in "
+        "generation_config.json.",
     )
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
@@ -71,7 +74,9 @@ class RolloutConfig(Section):
 
     @property
     def samples_among_all(self) -> bool:
-        """Whether neither top_p nor top_k is active, so engine log-probs cover the whole vocabulary."""
+        """Whether neither top_p nor top_k is active, so engine log-probs cover the whole
+        vocabulary.
+        """
         return self.top_p >= 1 and self.top_k <= 0
 
     @model_validator(mode="after")
@@ -82,12 +87,14 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.tensor_parallel={self.tensor_parallel}, rollout.pipeline_parallel="
                 f"{self.pipeline_parallel} and rollout.engine_args={[*self.engine_args]} need "
-                "rollout.engine=vllm; the Hugging Face engine uses one device and takes no arguments"
+                "rollout.engine=vllm; the Hugging Face engine uses one device and takes no "
+                "arguments"
             )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(
                 "rollout.expert_parallel=true has no effect with rollout.tensor_parallel=1; set "
-                "rollout.tensor_parallel to the number of devices for the experts, or expert_parallel=false"
+                "rollout.tensor_parallel to the number of devices for the experts, or "
+                "expert_parallel=false"
             )
         return self
 
@@ -97,7 +104,8 @@ class RolloutConfig(Section):
         for name in arguments:
             if name in TEMPLATE_CALL:
                 raise ValueError(
-                    f"rollout.chat_template_kwargs.{name} is set by the project; use only arguments that the "
+                    f"rollout.chat_template_kwargs.{name} is set by the project; use only "
+                    "arguments that the "
                     "model's chat template reads, such as enable_thinking"
                 )
         return arguments

@@ -17,12 +17,14 @@ class SamplerConfig(Section):
     )
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
         "acc",
-        "Metric that must differ within a group: accuracy, score, or score with overlong penalty (seq_reward, "
+        "Metric that must differ within a group: accuracy, score, or score with overlong penalty "
+        "(seq_reward, "
         "seq_final_reward).",
     )
     order: Literal["stream", "finish"] = key(
         "stream",
-        "Which groups with signal fill a step: stream: the first in prompt order, whatever their length; finish: "
+        "Which groups with signal fill a step: stream: the first in prompt order, whatever their "
+        "length; finish: "
         "the first to finish, which favours short responses.",
     )
     gen_prompts: int = key(
@@ -32,7 +34,8 @@ class SamplerConfig(Section):
     )
     max_num_gen_batches: int = key(
         10,
-        "Maximum draws of gen_prompts per training step before on_exhausted applies. 0: no limit, until a whole "
+        "Maximum draws of gen_prompts per training step before on_exhausted applies. 0: no limit, "
+        "until a whole "
         "epoch of groups in a row has no signal.",
         ge=0,
         le=1000,
@@ -43,12 +46,14 @@ class SamplerConfig(Section):
     )
     in_flight: Literal["abort", "carry_over"] | None = key(
         None,
-        "Unfinished groups of a full step: abort them, or continue them in the next step. Unset: carry_over with "
+        "Unfinished groups of a full step: abort them, or continue them in the next step. Unset: "
+        "carry_over with "
         "order=stream, abort with order=finish.",
     )
     max_staleness: int = key(
         2,
-        "Maximum training steps between sampling a group and training on it. order=stream draws no further ahead; "
+        "Maximum training steps between sampling a group and training on it. order=stream draws no "
+        "further ahead; "
         "order=finish drops older groups.",
         ge=0,
         le=64,
@@ -63,7 +68,9 @@ class SamplerConfig(Section):
     def _stream_order_drops_nothing(self) -> SamplerConfig:
         if self.order == "stream" and self.in_flight == "abort":
             raise ValueError(
-                "sampler.in_flight=abort would drop prompts with long responses, but sampler.order=stream must "
-                "train on them; unset it, or set sampler.order=finish to train on the groups that finish first"
+                "sampler.in_flight=abort would drop prompts with long responses, but "
+                "sampler.order=stream must "
+                "train on them; unset it, or set sampler.order=finish to train on the groups that "
+                "finish first"
             )
         return self

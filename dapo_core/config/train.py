@@ -44,17 +44,20 @@ class TrainConfig(Section):
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
     warmup_steps: int = key(
         320,
-        "Optimizer steps of linear warm-up. The default is the paper's 20 training steps of 16 updates.",
+        "Optimizer steps of linear warm-up. The default is the paper's 20 training steps of 16 "
+        "updates.",
         ge=0,
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant",
-        "Learning rate after warm-up: constant, linear decay, cosine decay, or wsd (warm-up, stable, then cosine "
+        "Learning rate after warm-up: constant, linear decay, cosine decay, or wsd (warm-up, "
+        "stable, then cosine "
         "decay over the last `decay_ratio` of the steps).",
     )
     schedule_steps: int | None = key(
         None,
-        "Optimizer step at which the decay ends, counting warm-up; unset: the last one of the training.",
+        "Optimizer step at which the decay ends, counting warm-up; unset: the last one of the "
+        "training.",
         ge=1,
     )
     min_learning_rate_ratio: float = key(
@@ -71,11 +74,13 @@ class TrainConfig(Section):
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Device type of policy and engines.")
     placement: Literal["separate", "colocated"] = volatile(
         "separate",
-        "separate: ranks and engines have their own devices; colocated: they take turns on the same ones.",
+        "separate: ranks and engines have their own devices; colocated: they take turns on the "
+        "same ones.",
     )
     device_model: str | None = volatile(
         None,
-        "Device model that the memory plan assumes, such as H100 or Atlas 800T A3; unset: this machine's.",
+        "Device model that the memory plan assumes, such as H100 or Atlas 800T A3; unset: this "
+        "machine's.",
     )
     allow_oversubscription: bool = volatile(
         False, "Train even if the memory plan says that the configuration does not fit."
@@ -98,11 +103,13 @@ class TrainConfig(Section):
     )
     offload_activations: bool = volatile(
         False,
-        "Move the layer inputs saved by gradient checkpointing to host memory until the backward pass.",
+        "Move the layer inputs saved by gradient checkpointing to host memory until the backward "
+        "pass.",
     )
     fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
         ("auto",),
-        "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: none.",
+        "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: "
+        "none.",
     )
     compile: bool = key(
         False, "Apply torch.compile to each decoder layer. On a CPU this needs a C++ compiler."
@@ -123,7 +130,8 @@ class TrainConfig(Section):
     )
     offload_shards: bool = volatile(
         False,
-        "Keep weights, gradients and optimizer state in host memory and run AdamW there; each layer is copied to "
+        "Keep weights, gradients and optimizer state in host memory and run AdamW there; each "
+        "layer is copied to "
         "the device when it is gathered.",
     )
     max_restarts: int = volatile(
@@ -137,11 +145,13 @@ class TrainConfig(Section):
     )
     on_lost_node: Literal["wait", "shrink"] = volatile(
         "wait",
-        "wait: restart once the cluster has enough devices again; shrink: restart with fewer ranks and engines.",
+        "wait: restart once the cluster has enough devices again; shrink: restart with fewer ranks "
+        "and engines.",
     )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (),
-        "Experiment trackers that receive step metrics, validation responses and evaluation results.",
+        "Experiment trackers that receive step metrics, validation responses and evaluation "
+        "results.",
     )
     tracker_project: str = volatile(
         "dapo-pipeline", "Project (in MLflow: experiment) in the trackers.", min_length=1
@@ -156,7 +166,8 @@ class TrainConfig(Section):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     nan_guard: bool = volatile(
         True,
-        "When an update is skipped for a non-finite gradient norm, rerun it with hooks and log the first module "
+        "When an update is skipped for a non-finite gradient norm, rerun it with hooks and log the "
+        "first module "
         "that produced a non-finite number. At most 3 times per training.",
     )
 
@@ -209,8 +220,10 @@ class TrainConfig(Section):
         if self.schedule != "constant" and self.warmup_steps >= self.num_schedule_steps:
             steps = "train.total_steps" if self.schedule_steps is None else "train.schedule_steps"
             raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} leaves none of the {self.num_schedule_steps} optimizer "
-                f"steps for the decay of train.schedule={self.schedule}; lower train.warmup_steps or raise {steps}"
+                f"train.warmup_steps={self.warmup_steps} leaves none of the "
+                f"{self.num_schedule_steps} optimizer "
+                f"steps for the decay of train.schedule={self.schedule}; lower train.warmup_steps "
+                f"or raise {steps}"
             )
         return self
 
@@ -218,12 +231,15 @@ class TrainConfig(Section):
     def _offloads_make_sense(self) -> TrainConfig:
         if self.offload_shards and (self.offload_parameters or self.offload_optimizer):
             raise ValueError(
-                "train.offload_shards=true already keeps weights and optimizer state in host memory, so "
-                "train.offload_parameters and train.offload_optimizer have nothing to move; remove these two"
+                "train.offload_shards=true already keeps weights and optimizer state in host "
+                "memory, so "
+                "train.offload_parameters and train.offload_optimizer have nothing to move; remove "
+                "these two"
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(
-                "train.offload_activations=true with train.gradient_checkpointing=false would copy every "
+                "train.offload_activations=true with train.gradient_checkpointing=false would copy "
+                "every "
                 "activation and every gathered weight to the host and back; set "
                 "train.gradient_checkpointing=true, or train.offload_activations=false"
             )
@@ -234,11 +250,13 @@ class TrainConfig(Section):
         steps, ranks = self.profile.steps, self.profile.ranks
         if max(steps, default=0) > self.total_steps:
             raise ValueError(
-                f"train.profile.steps={list(steps)} goes beyond train.total_steps={self.total_steps}"
+                f"train.profile.steps={list(steps)} goes beyond "
+                f"train.total_steps={self.total_steps}"
             )
         if max(ranks, default=0) >= self.num_ranks and self.on_lost_node == "wait":
             raise ValueError(
-                f"train.profile.ranks={list(ranks)} names a rank that does not exist: with train.num_ranks="
+                f"train.profile.ranks={list(ranks)} names a rank that does not exist: with "
+                "train.num_ranks="
                 f"{self.num_ranks} they are 0 to {self.num_ranks - 1}"
             )
         return self

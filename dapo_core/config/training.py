@@ -37,7 +37,8 @@ class RunConfig(Section):
     )
     deterministic: bool = key(
         False,
-        "Use deterministic kernels and finish every group within its step: reproducible, but slower.",
+        "Use deterministic kernels and finish every group within its step: reproducible, but "
+        "slower.",
     )
 
 
@@ -47,7 +48,8 @@ class PromptsConfig(Section):
     max_prompt_tokens: int = key(2048, "Maximum prompt length in tokens; see too_long.", ge=1)
     too_long: Literal["drop", "truncate_left", "error"] = key(
         "error",
-        "Training prompts longer than max_prompt_tokens: drop them, keep their last tokens, or fail. Held-out "
+        "Training prompts longer than max_prompt_tokens: drop them, keep their last tokens, or "
+        "fail. Held-out "
         "prompts always fail.",
     )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
@@ -82,7 +84,8 @@ class CustomRewardConfig(Section):
 
     path: str | None = key(
         None,
-        "Python file with a function that scores every response; unset: the scorer of each data source.",
+        "Python file with a function that scores every response; unset: the scorer of each data "
+        "source.",
     )
     name: str = key(
         "compute_score",
@@ -105,11 +108,13 @@ class CheckpointConfig(Section):
     )
     asynchronous: bool = volatile(
         True,
-        "Write checkpoints during training; needs host memory for a copy of weights and optimizer state.",
+        "Write checkpoints during training; needs host memory for a copy of weights and optimizer "
+        "state.",
     )
     resume: str = volatile(
         "auto",
-        "auto: resume from the latest checkpoint of the output; never: start over; or a checkpoint path.",
+        "auto: resume from the latest checkpoint of the output; never: start over; or a checkpoint "
+        "path.",
     )
     on_damage: Literal["previous", "stop"] = volatile(
         "previous",
@@ -142,7 +147,9 @@ class TrainingConfig(Section):
 
     @property
     def num_cpus(self) -> int:
-        """CPUs that ranks and engines request from Ray; a rank and an engine on one device share theirs."""
+        """CPUs that ranks and engines request from Ray; a rank and an engine on one device share
+        theirs.
+        """
         per_rank, per_engine = self.train.threads_per_rank, self.rollout.threads_per_worker
         if self.train.is_colocated:
             return self.train.num_ranks * max(per_rank, per_engine)
@@ -152,9 +159,12 @@ class TrainingConfig(Section):
     def _colocated_devices_match(self) -> TrainingConfig:
         if self.train.is_colocated and self.train.num_ranks != self.rollout.num_devices:
             raise ValueError(
-                "train.placement=colocated needs one policy rank and one engine part on each device, but "
-                f"train.num_ranks={self.train.num_ranks} and rollout.num_workers={self.rollout.num_workers} "
-                f"engines take {self.rollout.num_devices // self.rollout.num_workers} devices each; set "
+                "train.placement=colocated needs one policy rank and one engine part on each "
+                "device, but "
+                f"train.num_ranks={self.train.num_ranks} and "
+                f"rollout.num_workers={self.rollout.num_workers} "
+                f"engines take {self.rollout.num_devices // self.rollout.num_workers} devices "
+                "each; set "
                 f"train.num_ranks={self.rollout.num_devices}, change rollout.num_workers, or set "
                 "train.placement=separate"
             )
@@ -165,17 +175,22 @@ class TrainingConfig(Section):
         num_responses = self.train.mini_prompts * self.rollout.group_size
         if num_responses % self.train.num_data_ranks:
             raise ValueError(
-                f"train.mini_prompts={self.train.mini_prompts} x rollout.group_size={self.rollout.group_size} = "
-                f"{num_responses} responses per optimizer step do not divide evenly over train.num_ranks="
-                f"{self.train.num_ranks} / train.sequence_parallel={self.train.sequence_parallel} = "
-                f"{self.train.num_data_ranks} data-parallel ranks; change train.mini_prompts, rollout.group_size "
+                f"train.mini_prompts={self.train.mini_prompts} x "
+                f"rollout.group_size={self.rollout.group_size} = "
+                f"{num_responses} responses per optimizer step do not divide evenly over "
+                "train.num_ranks="
+                f"{self.train.num_ranks} / train.sequence_parallel={self.train.sequence_parallel} "
+                "= "
+                f"{self.train.num_data_ranks} data-parallel ranks; change train.mini_prompts, "
+                "rollout.group_size "
                 "or train.num_ranks"
             )
         max_drawn = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
         if 0 < max_drawn < self.train.train_prompts:
             raise ValueError(
                 f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
-                f"{self.sampler.max_num_gen_batches} = {max_drawn} prompts can never fill train.train_prompts="
+                f"{self.sampler.max_num_gen_batches} = {max_drawn} prompts can never fill "
+                "train.train_prompts="
                 f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
             )
         return self
@@ -184,8 +199,10 @@ class TrainingConfig(Section):
     def _best_is_measured(self) -> TrainingConfig:
         if self.checkpoint.keep_best and not self.validation.every:
             raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs validation accuracies, but "
-                "validation.every=0 disables validation; set validation.every, or checkpoint.keep_best=0"
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs validation accuracies, "
+                "but "
+                "validation.every=0 disables validation; set validation.every, or "
+                "checkpoint.keep_best=0"
             )
         return self
 
@@ -195,11 +212,13 @@ class TrainingConfig(Section):
         for step in steps:
             if not 0 < step <= total:
                 raise ValueError(
-                    f"{name} lists step {step}, but train.total_steps={total}; use steps 1 to {total}"
+                    f"{name} lists step {step}, but train.total_steps={total}; use steps 1 to "
+                    f"{total}"
                 )
             if step % every and step != total:
                 raise ValueError(
-                    f"{name} lists step {step}, but checkpoint.save_every={every} does not save it; set "
+                    f"{name} lists step {step}, but checkpoint.save_every={every} does not save "
+                    "it; set "
                     f"checkpoint.save_every={math.gcd(step, every)}, or use multiples of {every}"
                 )
 
@@ -212,7 +231,8 @@ class TrainingConfig(Section):
     def _metric_is_known_while_sampling(self) -> TrainingConfig:
         if self.sampler.metric == "seq_final_reward" and self.algorithm.kl.place == "reward":
             raise ValueError(
-                "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every group, since KL "
+                "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every "
+                "group, since KL "
                 "differs between any two responses; it is also unknown until sampling ends. Set "
                 "sampler.metric=seq_reward"
             )
@@ -223,12 +243,14 @@ class TrainingConfig(Section):
         custom = self.custom_reward
         if custom.path is not None and self.reward.scorers:
             raise ValueError(
-                f"reward.scorers={list(self.reward.scorers)} would be ignored, because custom_reward.path="
+                f"reward.scorers={list(self.reward.scorers)} would be ignored, because "
+                "custom_reward.path="
                 f"{custom.path} scores every response; remove one of the two"
             )
         if custom.path is None and custom.name != "compute_score":
             raise ValueError(
-                f"custom_reward.name={custom.name} would be ignored without custom_reward.path; set the path, or "
+                f"custom_reward.name={custom.name} would be ignored without custom_reward.path; "
+                "set the path, or "
                 "remove the name"
             )
         return self
@@ -238,9 +260,12 @@ class TrainingConfig(Section):
         kl, num_responses = self.algorithm.kl, self.train.train_prompts * self.rollout.group_size
         if kl.controller == "adaptive" and num_responses >= MOST_HORIZONS_PER_STEP * kl.horizon:
             raise ValueError(
-                f"train.train_prompts={self.train.train_prompts} x rollout.group_size={self.rollout.group_size} "
-                f"responses per step are {num_responses / kl.horizon:.1f} times algorithm.kl.horizon="
-                f"{kl.horizon:g}; at {MOST_HORIZONS_PER_STEP} times or more the adaptive coefficient can become 0 "
+                f"train.train_prompts={self.train.train_prompts} x "
+                f"rollout.group_size={self.rollout.group_size} "
+                f"responses per step are {num_responses / kl.horizon:.1f} times "
+                "algorithm.kl.horizon="
+                f"{kl.horizon:g}; at {MOST_HORIZONS_PER_STEP} times or more the adaptive "
+                "coefficient can become 0 "
                 f"or negative. Raise algorithm.kl.horizon, for instance to {4 * num_responses}"
             )
         return self
@@ -251,21 +276,26 @@ class TrainingConfig(Section):
         is_weighed = correction.importance in ("token", "sequence")
         is_anchor = self.algorithm.old_log_probs == "engine"
         chosen = (
-            f"algorithm.rollout_correction (importance={correction.importance}, mask={correction.mask}, "
+            f"algorithm.rollout_correction (importance={correction.importance}, "
+            f"mask={correction.mask}, "
             f"divergence={correction.divergence})"
         )
         off = "importance=stale or off, mask=off and divergence=off"
         if is_weighed and is_anchor:
             raise ValueError(
-                f"algorithm.rollout_correction.importance={correction.importance} with algorithm.old_log_probs="
-                "engine would correct twice, because the loss ratio is then already policy/engine; set importance="
+                f"algorithm.rollout_correction.importance={correction.importance} with "
+                "algorithm.old_log_probs="
+                "engine would correct twice, because the loss ratio is then already policy/engine; "
+                "set importance="
                 "stale or off, or old_log_probs=policy"
             )
         if (is_weighed or correction.drops or is_anchor) and not rollout.samples_among_all:
             raise ValueError(
                 f"{'algorithm.old_log_probs=engine' if is_anchor else chosen} with "
-                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
-                "itself: the engine's log-probs cover the remaining tokens, the policy's the whole vocabulary; "
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for "
+                "the truncation "
+                "itself: the engine's log-probs cover the remaining tokens, the policy's the whole "
+                "vocabulary; "
                 "set rollout.top_p=1 and rollout.top_k=-1, or "
                 + ("old_log_probs=policy" if is_anchor else off)
             )
@@ -275,14 +305,18 @@ class TrainingConfig(Section):
     def _experts_run_whole_on_accelerators(self) -> TrainingConfig:
         if self.rollout.expert_parallel and self.train.device == "cpu":
             raise ValueError(
-                "rollout.expert_parallel=true with train.device=cpu crashes: vLLM's CPU kernel assumes that every "
-                "expert is in its process; set expert_parallel=false, which splits each expert by rows instead"
+                "rollout.expert_parallel=true with train.device=cpu crashes: vLLM's CPU kernel "
+                "assumes that every "
+                "expert is in its process; set expert_parallel=false, which splits each expert by "
+                "rows instead"
             )
         return self
 
     @property
     def anchors_before_updates(self) -> bool:
-        """Whether old log-probs are needed before the update, for KL in the reward or rollout correction."""
+        """Whether old log-probs are needed before the update, for KL in the reward or rollout
+        correction.
+        """
         correction = self.rollout_correction
         if self.algorithm.old_log_probs == "engine":
             return correction.drops
@@ -295,7 +329,9 @@ class TrainingConfig(Section):
 
     @property
     def scores_before_updates(self) -> bool:
-        """Whether a full step has a separate forward pass for old log-probs; a single update measures its own."""
+        """Whether a full step has a separate forward pass for old log-probs; a single update
+        measures its own.
+        """
         has_updates = self.algorithm.old_log_probs == "policy" and self.train.updates_per_step > 1
         return self.anchors_before_updates or has_updates
 
@@ -303,8 +339,8 @@ class TrainingConfig(Section):
     def rollout_correction(self) -> RolloutCorrectionConfig:
         """algorithm.rollout_correction as applied: `stale` is turned off where it does not apply.
 
-        It does not apply with top_p or top_k sampling, with the engine's log-probs as the anchor, and with
-        compat=verl, which treats every token as on-policy.
+        It does not apply with top_p or top_k sampling, with the engine's log-probs as the anchor,
+        and with compat=verl, which treats every token as on-policy.
         """
         correction, algorithm = self.algorithm.rollout_correction, self.algorithm
         is_comparable = self.rollout.samples_among_all and algorithm.old_log_probs == "policy"

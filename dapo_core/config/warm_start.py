@@ -10,7 +10,8 @@ class ModelCodeConfig(Section):
 
     trust_remote_code: bool = key(
         False,
-        "Run the Python files of the model folder with your permissions, in training, engines and servers.",
+        "Run the Python files of the model folder with your permissions, in training, engines and "
+        "servers.",
     )
 
 

@@ -39,9 +39,11 @@ GREEDY = Sampling(0.0)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to sample; its randomness depends only on `seed`, not on other requests in the batch.
+    """One response to sample; its randomness depends only on `seed`, not on other requests in the
+    batch.
 
-    An aborted response resumes from its existing tokens. Requests with different sampling may share a batch.
+    An aborted response resumes from its existing tokens. Requests with different sampling may share
+    a batch.
     """
 
     request_id: str
@@ -56,9 +58,10 @@ class GenerationRequest:
 class Response:
     """One sampled response, complete or aborted.
 
-    `response_ids` starts with the request's and includes the end-of-sequence token if the model emitted it.
-    `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the sampling distribution (after
-    temperature, top_k and top_p), or for greedy responses under the model's own (temperature 1, all tokens).
+    `response_ids` starts with the request's and includes the end-of-sequence token if the model
+    emitted it. `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the
+    sampling distribution (after temperature, top_k and top_p), or for greedy responses under the
+    model's own (temperature 1, all tokens).
     """
 
     request_id: str
@@ -106,7 +109,9 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """A process's part of an engine; all parts rendezvous at the address, which is on the last part's node."""
+    """A process's part of an engine; all parts rendezvous at the address, which is on the last
+    part's node.
+    """
 
     rank: int  # 0 belongs to the owner
     address: (
@@ -130,7 +135,8 @@ class Row:
 class Engine(ABC):
     """Continuous-batching text generation with replaceable weights.
 
-    The owner calls `submit`, then `step` until all responses are returned. Not thread-safe: see engine_thread.
+    The owner calls `submit`, then `step` until all responses are returned. Not thread-safe: see
+    engine_thread.
     """
 
     keeps_weights = False  # the loader keeps views of a tensor after requesting the next one
@@ -163,14 +169,18 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Run one engine step, such as decoding a token of each running sequence; returns finished responses."""
+        """Run one engine step, such as decoding a token of each running sequence; returns finished
+        responses.
+        """
 
     def num_unfinished(self) -> int:
         """Return the number of requests neither returned nor aborted."""
         return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
-        """Return the response tokens of unfinished requests, including resumed ones; callable from any thread."""
+        """Return the response tokens of unfinished requests, including resumed ones; callable from
+        any thread.
+        """
         return sum(len(row.response_ids) for row in list(self._rows.values()))
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
@@ -182,8 +192,8 @@ class Engine(ABC):
     def receive_weights(self, policy_version: int) -> None:
         """Load the weights that policy ranks send, and record their checksums in `loaded`.
 
-        Receives all buckets even if loading fails, since the ranks and other engines wait for that. Raises
-        RolloutError like `load_weights`.
+        Receives all buckets even if loading fails, since the ranks and other engines wait for that.
+        Raises RolloutError like `load_weights`.
         """
         from dapo_core.weight_transfer.inbox import Delivery
         from dapo_core.weight_transfer.proof import Loaded
@@ -201,8 +211,9 @@ class Engine(ABC):
     ) -> None:
         """Replace all weights (Hugging Face names, full tensors) and clear the prefix cache.
 
-        Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. After
-        such an error, old and new weights are mixed and the policy version is unchanged.
+        Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen
+        tensors. After such an error, old and new weights are mixed and the policy version is
+        unchanged.
         """
         self._require_idle("load weights")
         self._require_awake("load weights", {WEIGHTS})
@@ -212,7 +223,8 @@ class Engine(ABC):
     def log_probs(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[list[float]]:
-        """Return the log-probabilities of (prompt_ids, response_ids) pairs at temperature 1, a list [R] each.
+        """Return the log-probabilities of (prompt_ids, response_ids) pairs at temperature 1, a list
+        [R] each.
 
         Raises RolloutError while requests are unfinished.
         """
@@ -223,8 +235,8 @@ class Engine(ABC):
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache.
 
-        Raises RolloutError while requests are unfinished. Sleep level 2 discards the weights: call `load_weights`
-        after `wake`.
+        Raises RolloutError while requests are unfinished. Sleep level 2 discards the weights: call
+        `load_weights` after `wake`.
         """
         self._require_idle("sleep")
         self._sleep()
@@ -268,7 +280,8 @@ class Engine(ABC):
     def _require_idle(self, action: str) -> None:
         if self._rows:
             raise RolloutError(
-                f"cannot {action} while {len(self._rows)} requests are unfinished; finish or abort them first"
+                f"cannot {action} while {len(self._rows)} requests are unfinished; finish or abort "
+                "them first"
             )
 
     def _require_awake(self, action: str, needed: AbstractSet[str]) -> None:
@@ -285,7 +298,9 @@ def build_engine(
     seed: int,
     device: str = "cpu",
 ) -> Engine:
-    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its own."""
+    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its
+    own.
+    """
     if kind == "vllm":
         from dapo_core.engines.vllm_engine import VllmEngine
 
@@ -300,7 +315,8 @@ def check_weights(
     shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights; raises RolloutError at the first mismatch, and at the end if some are missing.
+    """Yield the weights; raises RolloutError at the first mismatch, and at the end if some are
+    missing.
 
     `shapes` has every tensor of the engine; `optional` ones may be missing.
     """
@@ -308,12 +324,14 @@ def check_weights(
     for name, tensor in weights:
         if name not in shapes:
             raise RolloutError(
-                f"the engine's model has no tensor {name}; trainer and engine must use the same architecture "
+                f"the engine's model has no tensor {name}; trainer and engine must use the same "
+                "architecture "
                 "(model.path)"
             )
         if tuple(tensor.shape) != shapes[name]:
             raise RolloutError(
-                f"{name} has shape {tuple(tensor.shape)}, but the engine's model needs {shapes[name]}; trainer "
+                f"{name} has shape {tuple(tensor.shape)}, but the engine's model needs "
+                f"{shapes[name]}; trainer "
                 "and engine must use the same architecture (model.path)"
             )
         missing.discard(name)
@@ -325,13 +343,16 @@ def check_weights(
 
 
 def read_eos_ids(model_path: str | Path) -> list[int]:
-    """Return the end-of-sequence ids from generation_config.json, else config.json; raises ModelError if none."""
+    """Return the end-of-sequence ids from generation_config.json, else config.json; raises
+    ModelError if none.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         if eos is not None:
             return [eos] if isinstance(eos, int) else list(eos)
     raise ModelError(
-        f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without it every "
+        f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without "
+        "it every "
         "response runs to rollout.max_response_tokens; add the id to generation_config.json"
     )

@@ -15,12 +15,14 @@ Result = TypeVar("Result")
 class EngineThread:
     """An engine that steps as long as it has requests; other calls run between steps.
 
-    Everything runs on one thread, including construction: torch's device, thread count and compiler settings are
-    per thread. An error in a step is raised by every later `submit`, `take` and `run`.
+    Everything runs on one thread, including construction: torch's device, thread count and compiler
+    settings are per thread. An error in a step is raised by every later `submit`, `take` and `run`.
     """
 
     def __init__(self, build: Callable[[], Engine], on_news: Callable[[], None]) -> None:
-        """Block until the engine is built. The thread calls `on_news` when `take` has responses or an error."""
+        """Block until the engine is built. The thread calls `on_news` when `take` has responses or
+        an error.
+        """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._on_news = on_news
         self._responses: SimpleQueue[Response] = SimpleQueue()

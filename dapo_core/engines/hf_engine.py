@@ -1,7 +1,7 @@
 """Continuous batching for any transformers causal language model.
 
-Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt once, and then join
-the running batch. Finished rows are removed from the cache in groups.
+Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt
+once, and then join the running batch. Finished rows are removed from the cache in groups.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _ROW_TENSORS = (
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values [N, heads, L, D] of a layer, with spare capacity so that appending does not copy.
+    """Keys and values [N, heads, L, D] of a layer, with spare capacity so that appending does not
+    copy.
 
-    DynamicLayer copies for each token, which costs 14 % more CPU at 20 tokens a response, and more for longer
-    ones.
+    DynamicLayer copies for each token, which costs 14 % more CPU at 20 tokens a response, and more
+    for longer ones.
     """
 
     keys: torch.Tensor
@@ -256,7 +257,8 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[Row], dict[tuple[int, ...], int]]:
-        """Take the rows of one prefill from the queue; returns them and their distinct, numbered prompts.
+        """Take the rows of one prefill from the queue; returns them and their distinct, numbered
+        prompts.
 
         The prompt of a resumed response includes its existing tokens.
         """
@@ -336,7 +338,9 @@ class HuggingFaceEngine(Engine):
         )
 
     def _rows_that_fit(self) -> int:
-        """Return how many full-length sequences fit into the cache memory; raises RolloutError if none does."""
+        """Return how many full-length sequences fit into the cache memory; raises RolloutError if
+        none does.
+        """
         config = self._model.config.get_text_config()
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -354,7 +358,8 @@ class HuggingFaceEngine(Engine):
         if num_rows < 1:
             raise RolloutError(
                 f"one sequence of {self.settings.max_model_tokens} tokens needs "
-                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, but only {available} are free; "
+                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, but only "
+                f"{available} are free; "
                 f"raise {key} or lower rollout.max_response_tokens"
             )
         return num_rows
@@ -366,10 +371,11 @@ def _sample_tokens(
     numbers: torch.Tensor,
     samplings: Sequence[Sampling],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N] under the sampling distribution.
+    """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N] under the sampling
+    distribution.
 
-    Inverts the CDF at `uniforms` [N], float64 in [0, 1). `numbers` [N] selects each row's sampling. A greedy row
-    gets the most likely token and its log-prob at temperature 1.
+    Inverts the CDF at `uniforms` [N], float64 in [0, 1). `numbers` [N] selects each row's sampling.
+    A greedy row gets the most likely token and its log-prob at temperature 1.
     """
     logits = logits.float()
     present = numbers.unique().tolist()
@@ -400,7 +406,9 @@ def _sample_rows(
 
 
 def _filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Set logits to -inf outside the `top_k` most likely tokens, then outside the smallest set of mass `top_p`."""
+    """Set logits to -inf outside the `top_k` most likely tokens, then outside the smallest set of
+    mass `top_p`.
+    """
     if 0 < top_k < logits.shape[-1]:
         lowest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)

@@ -123,8 +123,10 @@ class VllmEngine(Engine):
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
                 raise RolloutError(
-                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for at most "
-                    f"{self._max_tokens - 1}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for at "
+                    "most "
+                    f"{self._max_tokens - 1}; lower rollout.max_response_tokens or "
+                    "data.max_prompt_tokens"
                 )
             self._add(
                 str(number),
@@ -132,7 +134,8 @@ class VllmEngine(Engine):
                 temperature=1.0,
                 max_tokens=1,
                 prompt_logprobs=0 if self._is_last_stage else None,
-                skip_reading_prefix_cache=True,  # implied by prompt_logprobs; set so that all parts schedule alike
+                # implied by prompt_logprobs; set so that all parts schedule alike
+                skip_reading_prefix_cache=True,
             )
         positions: dict[int, Any] = {}
         while len(positions) < len(sequences):
@@ -174,9 +177,11 @@ class VllmEngine(Engine):
 
 
 class TensorParallelEngine(VllmEngine):
-    """One part of an engine over several processes; `broadcast` repeats the first part's calls on the others.
+    """One part of an engine over several processes; `broadcast` repeats the first part's calls on
+    the others.
 
-    With vLLM's external launcher every part has its own scheduler; equal calls in equal order keep them in sync.
+    With vLLM's external launcher every part has its own scheduler; equal calls in equal order keep
+    them in sync.
     """
 
     def __init__(
@@ -187,7 +192,9 @@ class TensorParallelEngine(VllmEngine):
         part: EnginePart,
         broadcast: Broadcast | None = None,
     ) -> None:
-        """Block until all parts are constructed. `broadcast` is None in all processes but the first."""
+        """Block until all parts are constructed. `broadcast` is None in all processes but the
+        first.
+        """
         self._broadcast = broadcast or (lambda _name, _arguments: None)
         super().__init__(model_path, settings, seed, part)
 
@@ -228,7 +235,9 @@ class TensorParallelEngine(VllmEngine):
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes in the folder's safetensors files by name; raises ModelError if there are none."""
+    """Return the tensor shapes in the folder's safetensors files by name; raises ModelError if
+    there are none.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
@@ -237,7 +246,8 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
             )  # noqa: SIM118
     if not shapes:
         raise ModelError(
-            f"{model_path} has no *.safetensors; set model.path to a folder with safetensors weights"
+            f"{model_path} has no *.safetensors; set model.path to a folder with safetensors "
+            "weights"
         )
     return shapes
 
@@ -290,7 +300,8 @@ def _start(
         )
     except (ValueError, NotImplementedError) as error:  # permanent: a retry would fail the same way
         raise ModelError(
-            f"vLLM rejected the model {model_path} or its settings: {error}; change rollout.*, lengths or "
+            f"vLLM rejected the model {model_path} or its settings: {error}; change rollout.*, "
+            "lengths or "
             "model.path, or set rollout.engine=hf"
         ) from error
     engine.collective_rpc(set_logprobs_mode)
@@ -300,12 +311,15 @@ def _start(
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
-    """Return device-specific EngineArgs, including rollout.engine_args; docs/training.md gives the reasons."""
+    """Return device-specific EngineArgs, including rollout.engine_args; docs/training.md gives the
+    reasons.
+    """
     if device == "cpu":
         arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
-            # Compilation takes 25 s without gain on a small model, but stages need the buffers of vLLM's warm-up.
+            # Compilation takes 25 s without gain on a small model, but stages need the buffers of
+            # vLLM's warm-up.
             "enforce_eager": settings.pipeline_parallel == 1,
             # vLLM 0.32 fails on a chunked prompt with a seed: "CPU Generator does not use offset"
             "enable_chunked_prefill": False,
@@ -326,7 +340,8 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
 def set_logprobs_mode(worker: Any) -> None:
     """Make the worker's sampler return LOG_PROBS: vllm-ascend's ignores logprobs_mode.
 
-    Read in the source of vllm-ascend 0.23.0, not run there; vLLM's own samplers already have the mode.
+    Read in the source of vllm-ascend 0.23.0, not run there; vLLM's own samplers already have the
+    mode.
     """
     sampler = getattr(worker.model_runner, "sampler", None)  # only the last stage has one
     parts: list[Any] = [sampler, getattr(sampler, "topk_topp_sampler", None)]
@@ -347,7 +362,9 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
 
 
 def _executor(address: str, rank: int) -> Any:
-    """Return vLLM's external launcher with a rendezvous address; the default env:// is shared by all engines."""
+    """Return vLLM's external launcher with a rendezvous address; the default env:// is shared by
+    all engines.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -362,7 +379,8 @@ def _executor(address: str, rank: int) -> Any:
 def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
     """Repack experts and a tied head for the CPU kernels, which vLLM 0.32's reload_weights skips.
 
-    vLLM has no public API for this; tests/integration/test_weight_sync.py fails if the internals change.
+    vLLM has no public API for this; tests/integration/test_weight_sync.py fails if the internals
+    change.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
@@ -378,7 +396,9 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 
 def _seed(request: GenerationRequest) -> int:
-    """Return the request's seed; a resumed response gets another, so vLLM does not repeat the randomness."""
+    """Return the request's seed; a resumed response gets another, so vLLM does not repeat the
+    randomness.
+    """
     if not request.response_ids:
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()

@@ -59,9 +59,10 @@ class Limit:
 TRAINING_SHARE = 0.28  # of peak flops, including recomputation; the published log has 0.21 and 0.33
 DECODING_SHARE = 0.6  # of the memory bandwidth
 NETWORK_SHARE = 0.7  # of the network bandwidth
-SYNC_BYTES = 7e9  # weights into engines, per second: verl reports 5.3e9 over HCCL, the published log has 7.6e9
-# Seconds per layer and decoding step. NPU: the longest sequences in the published log take 64 ms per token, 25 of
-# them for memory traffic; CUDA: graphs, without gaps between kernels.
+# weights into engines, per second: verl reports 5.3e9 over HCCL, the published log has 7.6e9
+SYNC_BYTES = 7e9
+# Seconds per layer and decoding step. NPU: the longest sequences in the published log take 64 ms
+# per token, 25 of them for memory traffic; CUDA: graphs, without gaps between kernels.
 NPU_LAYER, CUDA_LAYER, CPU_LAYER = 0.5e-3, 0.05e-3, 0.3e-3
 
 
@@ -81,10 +82,11 @@ def _nvidia(total_mib: int, flops: float, memory: float, inside: float) -> Devic
 
 
 _A100, _H100 = 312e12, 989.4e12
-# Sizes: [1] total capacity in torch_npu's errors: vllm-ascend issues 1127 and 5020, sglang issue 29838 (a die of
-# A3); [2] nvidia-smi totals in github.com/modal-labs/modal-client/pull/2797; [3] the same chip with slower links;
-# [4] NVIDIA data sheet; [5] github.com/noonghunna/club-3090; [6] vllm issue 7553. Rates: vendors' data sheets;
-# consumer cards: dense bfloat16 with float32 accumulation, from white papers.
+# Sizes: [1] total capacity in torch_npu's errors: vllm-ascend issues 1127 and 5020, sglang issue
+# 29838 (a die of A3); [2] nvidia-smi totals in github.com/modal-labs/modal-client/pull/2797; [3]
+# the same chip with slower links; [4] NVIDIA data sheet; [5] github.com/noonghunna/club-3090; [6]
+# vllm issue 7553. Rates: vendors' data sheets; consumer cards: dense bfloat16 with float32
+# accumulation, from white papers.
 DEVICES = {
     "Atlas 800T A2": _npu(60.96, "Ascend910B2", 8),  # [1]
     "Atlas 800I A2": _npu(60.96, "Ascend910B2", 8),  # [1]

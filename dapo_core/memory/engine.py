@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
-STEP_TOKENS = 2048  # prompt tokens per step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
+# prompt tokens per step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
+STEP_TOKENS = 2048
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
 PROBE_BYTES = 8  # per logit for prompt log-probs: float32 logits and their log-softmax
 LOGIT_BYTES = 12  # per logit when decoding: float32 logits, their log-softmax, and one temporary
@@ -52,7 +53,9 @@ def longest_sequence(config: TrainingConfig) -> int:
 def engine_memory(
     config: TrainingConfig, shape: ModelShape, device_bytes: int | None
 ) -> EngineMemory:
-    """Return the memory of one engine; `device_bytes` is the size of an accelerator, None if unknown."""
+    """Return the memory of one engine; `device_bytes` is the size of an accelerator, None if
+    unknown.
+    """
     rollout, device = config.rollout, device_for(config.train.device)
     item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"

@@ -29,8 +29,8 @@ def smallest_change(
 ) -> Change | None:
     """Return a change with few keys that makes the plan fit, or None if no change does.
 
-    Tries each lever alone first, cheapest in time first. Then combines levers in order, those that need more
-    devices last, and drops the ones that turn out to be unnecessary.
+    Tries each lever alone first, cheapest in time first. Then combines levers in order, those that
+    need more devices last, and drops the ones that turn out to be unnecessary.
     """
 
     def excess(change: Change) -> int:
@@ -181,7 +181,9 @@ def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Chan
 
 
 def _wider_engines(config: TrainingConfig, shape: ModelShape) -> Iterator[tuple[int, Change]]:
-    """Yield factors 2, 4 and 8 for the devices per engine, with the current and other memory shares."""
+    """Yield factors 2, 4 and 8 for the devices per engine, with the current and other memory
+    shares.
+    """
     rollout = config.rollout
     shares = (rollout.memory_utilization, *UTILIZATIONS)
     for factor, share in itertools.product(

@@ -1,7 +1,7 @@
 """Memory of a rank in verl's Megatron training by phase; docs/memory.md explains the formulas.
 
-Assumes Megatron's mixed precision (bfloat16 weights, float32 gradients, a distributed optimizer with a float32
-copy and two moments) and equally loaded experts. Not verified on a device.
+Assumes Megatron's mixed precision (bfloat16 weights, float32 gradients, a distributed optimizer
+with a float32 copy and two moments) and equally loaded experts. Not verified on a device.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def _stage(
 
 
 def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:
-    """Yield what a rank holds in a phase; verl keeps everything on the device that is not offloaded."""
+    """Yield what a rank holds in a phase; verl keeps everything on the device that is not
+    offloaded.
+    """
     on_weights = not train.offload_parameters or phase in ("anchor", "update", "publish")
     on_gradients = not train.offload_parameters or phase == "update"
     on_optimizer = not train.offload_optimizer or phase == "update"

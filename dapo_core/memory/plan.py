@@ -98,7 +98,8 @@ class MemoryPlan:
         if self.engine.num_sequences == 0:
             assert self.engine.cache is not None
             shortages.append(
-                f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB of KV cache per device, but one "
+                f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB of KV cache per device, "
+                "but one "
                 f"sequence of {self.longest} tokens needs {self.engine.sequence_bytes / GIB:.2f}"
             )
         return shortages
@@ -113,8 +114,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory for devices of that size; on a CPU `limit` is the machine's memory.
 
-    `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last one. `splits` are
-    verl's Megatron parallelism, in place of this project's FSDP2.
+    `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last
+    one. `splits` are verl's Megatron parallelism, in place of this project's FSDP2.
     """
     engine = engine_memory(config, shape, limit.num_bytes)
     # A bucket is sent while the next is gathered, and loaded while the next arrives.

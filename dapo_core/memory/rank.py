@@ -1,8 +1,8 @@
 """Memory of a policy rank by phase, in bytes; docs/memory.md explains the formulas.
 
-Symbols: n tokens of a micro-batch on the device, c bytes per element in the compute dtype; h, a, k, i, V as in
-ModelShape. Lifetimes follow FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and transformers' decoder layers
-with non-reentrant checkpointing.
+Symbols: n tokens of a micro-batch on the device, c bytes per element in the compute dtype; h, a, k,
+i, V as in ModelShape. Lifetimes follow FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and
+transformers' decoder layers with non-reentrant checkpointing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class _Rank:
         )
 
     def _row(self, longest: int, num_responses: int) -> int:
-        """Return this rank's tokens in the largest micro-batch of up to `num_responses` longest sequences."""
+        """Return this rank's tokens in the largest micro-batch of up to `num_responses` longest
+        sequences.
+        """
         parts = self.train.sequence_parallel
         sequences = min(max(self.train.micro_batch_tokens * parts // longest, 1), num_responses)
         return -(-sequences * longest // parts)
@@ -123,7 +125,9 @@ class _Rank:
         ]
 
     def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int, int]]:
-        """Return (gathered weights, gradients, gloo's copies, activations, logits) at possible peaks."""
+        """Return (gathered weights, gradients, gloo's copies, activations, logits) at possible
+        peaks.
+        """
         shape, item, tokens = self.shape, self.item, self.update_tokens
         root, layer = shape.root_parameters, shape.largest_layer
         head = shape.vocabulary * shape.hidden

@@ -17,7 +17,9 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated MLP."""
+    """Sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated
+    MLP.
+    """
 
     hidden: int
     heads: int
@@ -57,7 +59,9 @@ class ModelShape:
         return [*self.root, *(shape for layer in self.layers for shape in layer)]
 
     def shard_parameters(self, num_shards: int) -> int:
-        """Return the elements of the largest shard: FSDP2 splits the first dimensions like torch.chunk."""
+        """Return the elements of the largest shard: FSDP2 splits the first dimensions like
+        torch.chunk.
+        """
         return sum(self.shards(num_shards))
 
     def shards(self, num_shards: int) -> list[int]:
@@ -67,8 +71,8 @@ class ModelShape:
     def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
         """Return the elements on an engine device in the largest pipeline stage.
 
-        Heads, MLPs, experts and vocabulary are split, norms are replicated, and so are key heads if there are
-        fewer than devices.
+        Heads, MLPs, experts and vocabulary are split, norms are replicated, and so are key heads if
+        there are fewer than devices.
         """
         per_stage = -(-len(self.layers) // pipeline_parallel)
         keys = 2 * self.hidden * self.head_dim * max(self.key_heads // tensor_parallel, 1)
@@ -93,11 +97,14 @@ def count(shapes: Sequence[Shape]) -> int:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape described by a config.json; raises ModelError for an unsupported architecture."""
+    """Return the shape described by a config.json; raises ModelError for an unsupported
+    architecture.
+    """
     kind = str(config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise ModelError(
-            f"memory cannot be estimated for model_type {kind} (only for {', '.join(MODEL_TYPES)}); training may "
+            f"memory cannot be estimated for model_type {kind} (only for "
+            f"{', '.join(MODEL_TYPES)}); training may "
             "still work"
         )
     try:

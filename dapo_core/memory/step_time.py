@@ -1,7 +1,8 @@
-"""Estimates the time of a training step from its tokens, operations and bytes, and the devices' rates.
+"""Estimates the time of a training step from its tokens, operations and bytes, and the devices'
+rates.
 
-Before anything ran, it tells which phase dominates and whether a step takes minutes or hours. A run's metrics
-calibrate it: lengths become measured ones, and each phase gets a correction factor.
+Before anything ran, it tells which phase dominates and whether a step takes minutes or hours. A
+run's metrics calibrate it: lengths become measured ones, and each phase gets a correction factor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
 
 GENERATE, ANCHOR, UPDATE, PUBLISH = PHASES[:4]
-# From the published log of Qwen3-32B: mean response / limit, and sigma of a log-normal with 3.9 % truncated.
+# From the published log of Qwen3-32B: mean response / limit, and sigma of a log-normal with 3.9 %
+# truncated.
 MEAN_SHARE, LOG_SIGMA = 0.36, 0.69
 PROMPT_SHARE = 0.1  # of data.max_prompt_tokens
 KEPT_SHARE = 0.5  # of groups under dynamic sampling: responses neither all right nor all wrong
@@ -54,7 +56,9 @@ class Lengths:
     source: str = "assumed"
 
     def responses(self) -> list[float]:
-        """Return typical response lengths: quantiles of a log-normal truncated at the limit, with this mean."""
+        """Return typical response lengths: quantiles of a log-normal truncated at the limit, with
+        this mean.
+        """
         normal = NormalDist()
         shape = [
             math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES))
@@ -147,7 +151,8 @@ def calibrate(
 ) -> tuple[Lengths, dict[str, float]] | None:
     """Return lengths and phase factors from lines of a run's metrics.jsonl and its configuration.
 
-    None if no step trained on anything. A phase's factor is the median of measured / estimated seconds over steps.
+    None if no step trained on anything. A phase's factor is the median of measured / estimated
+    seconds over steps.
     """
     used = [
         step
@@ -178,7 +183,8 @@ def calibrate(
 def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
     """Return the operations of a forward pass, counted like dapo_core.flops.training_flops.
 
-    `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with logits.
+    `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with
+    logits.
     """
     pairs = (squares + tokens) / 2 * len(shape.layers) * 2 * shape.heads * shape.head_dim
     return 2 * (
@@ -201,10 +207,11 @@ def _pass_seconds(
     trained: float,
     has_backward: bool,
 ) -> float:
-    """Return the seconds of a pass over the step's tokens: the maximum of computation and communication.
+    """Return the seconds of a pass over the step's tokens: the maximum of computation and
+    communication.
 
-    Each micro-batch gathers the weights once for a forward pass; with a backward pass it gathers them twice and
-    reduces float32 gradients.
+    Each micro-batch gathers the weights once for a forward pass; with a backward pass it gathers
+    them twice and reduces float32 gradients.
     """
     train = config.train
     computing = flops / (train.num_ranks * rates.flops * TRAINING_SHARE)
@@ -215,7 +222,8 @@ def _pass_seconds(
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = device_for(train.device).item_bytes(train.dtype)
     sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
-    # Data enters a node over all its devices' links; then each device receives all of it within the node.
+    # Data enters a node over all its devices' links; then each device receives all of it within the
+    # node.
     speed = (
         rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
     )
@@ -227,8 +235,8 @@ def _generate_seconds(
 ) -> float:
     """Return the seconds for decoding a step's responses, including groups without signal.
 
-    A decoding step reads the weights once and the KV cache of its sequences, and costs `layer_seconds` per layer.
-    Prefill runs at training speed.
+    A decoding step reads the weights once and the KV cache of its sequences, and costs
+    `layer_seconds` per layer. Prefill runs at training speed.
     """
     rollout, rates = config.rollout, machine.engines
     engine = engine_memory(config, shape, machine.device_bytes)
@@ -259,8 +267,8 @@ def _decoding_steps(
 ) -> float:
     """Return the decoding steps per training step, each with at most `slots` sequences.
 
-    If groups carry over into later steps, engines stay full and a response of maximum length spreads over
-    sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
+    If groups carry over into later steps, engines stay full and a response of maximum length
+    spreads over sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
     """
     sampler, rollout = config.sampler, config.rollout
     is_ahead = sampler.max_staleness > 0 and sampler.gen_prompts > config.train.train_prompts
@@ -290,12 +298,16 @@ def _assumptions(
 ) -> tuple[str, ...]:
     rates, engines = machine.ranks, machine.engines
     lines = (
-        f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} "
+        f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses "
+        f"{lengths.response:,.0f} "
         f"of at most {lengths.limit:,}; {lengths.kept:.0%} of generated tokens are trained on",
-        f"per device: {rates.flops / 1e12:,.3g} TFLOP/s, {TRAINING_SHARE:.0%} reached in training and prefill; "
+        f"per device: {rates.flops / 1e12:,.3g} TFLOP/s, {TRAINING_SHARE:.0%} reached in training "
+        "and prefill; "
         f"{engines.memory / 1e12:.3g} TB/s of memory, {DECODING_SHARE:.0%} reached in decoding",
-        f"each layer of a decoding step takes {engines.layer_seconds * 1000:.2f} ms besides memory traffic",
-        f"between ranks: {rates.inside / 1e9:.0f} GB/s per device within a node, {rates.network / 1e9:.0f} "
+        f"each layer of a decoding step takes {engines.layer_seconds * 1000:.2f} ms besides memory "
+        "traffic",
+        f"between ranks: {rates.inside / 1e9:.0f} GB/s per device within a node, "
+        f"{rates.network / 1e9:.0f} "
         f"between nodes, {NETWORK_SHARE:.0%} reached while computing; weights into engines: "
         f"{SYNC_BYTES / 1e9:.0f} GB/s",
     )

@@ -36,9 +36,11 @@ class DcpSource:
     """A dapo train checkpoint; implements Source."""
 
     def __init__(self, checkpoint: Path, other_folders: Sequence[Path] = ()) -> None:
-        """Open the checkpoint; `other_folders` are the same checkpoint or its training's output on other nodes.
+        """Open the checkpoint; `other_folders` are the same checkpoint or its training's output on
+        other nodes.
 
-        Raises CheckpointError if the metadata cannot be read, or a shard or part of a tensor is missing.
+        Raises CheckpointError if the metadata cannot be read, or a shard or part of a tensor is
+        missing.
         """
         self.label = str(checkpoint)
         self.model_files = checkpoint / HUGGINGFACE_FOLDER
@@ -67,7 +69,8 @@ class DcpSource:
         pieces = file_pieces(name, self.tensors[name].shape, self._file_names)
         if not pieces:
             raise CheckpointError(
-                f"{name} in {self.label} has no counterpart among the {len(self._file_names)} names in "
+                f"{name} in {self.label} has no counterpart among the {len(self._file_names)} "
+                "names in "
                 f"{NAMES_FILE}, so one of the two was changed; merge another checkpoint"
             )
         return pieces
@@ -134,7 +137,9 @@ class DcpSource:
         return Block(path, offset, num_bytes, place.offset, place.offset + length, digest)
 
     def _require_shards(self) -> dict[str, Path]:
-        """Return the path of each shard in the metadata; raises CheckpointError if one is missing or too short."""
+        """Return the path of each shard in the metadata; raises CheckpointError if one is missing
+        or too short.
+        """
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(
@@ -152,7 +157,8 @@ class DcpSource:
                     else f"{path.stat().st_size} bytes long instead of {end}"
                 )
                 raise CheckpointError(
-                    f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the node that wrote "
+                    f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the "
+                    "node that wrote "
                     "it, or pass that node's folder as an additional source"
                 )
             shards[name] = path
@@ -160,7 +166,8 @@ class DcpSource:
 
 
 def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
-    """Return `source` if it is a checkpoint, else the latest or best checkpoint in that training output.
+    """Return `source` if it is a checkpoint, else the latest or best checkpoint in that training
+    output.
 
     Raises CheckpointError if there is none.
     """
@@ -168,13 +175,15 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
     if choice == "best":
         if (source / METADATA_FILE).is_file():
             raise CheckpointError(
-                f"{source} is one checkpoint, so there is no best one to choose; pass the output of dapo train, "
+                f"{source} is one checkpoint, so there is no best one to choose; pass the output "
+                "of dapo train, "
                 "or omit --checkpoint best"
             )
         candidates = [*best_checkpoints(source / CHECKPOINTS)]
         if not candidates:
             raise CheckpointError(
-                f"no checkpoint in {source} was validated, so there is no best one; set validation.every and "
+                f"no checkpoint in {source} was validated, so there is no best one; set "
+                "validation.every and "
                 "checkpoint.keep_best before training, or merge the latest"
             )
     for candidate in candidates:
@@ -182,7 +191,8 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
             _require_complete(candidate)
             return candidate
     raise CheckpointError(
-        f"{source} has no complete checkpoint: neither a step_NNNNNN folder with {METADATA_FILE} (dapo train) nor "
+        f"{source} has no complete checkpoint: neither a step_NNNNNN folder with {METADATA_FILE} "
+        "(dapo train) nor "
         "model_world_size_W_rank_R.pt (verl); train first, or pass the folder that contains it"
     )
 
@@ -216,7 +226,8 @@ def _file_names(checkpoint: Path) -> set[str]:
             raise ValueError("it is not a list of names")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint / NAMES_FILE} cannot be read ({error}); copy it from another checkpoint of this training"
+            f"{checkpoint / NAMES_FILE} cannot be read ({error}); copy it from another checkpoint "
+            "of this training"
         ) from error
     return set(names)
 
@@ -237,7 +248,8 @@ def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
         row += chunk.sizes[0]
     if row != stored.size[0]:
         raise CheckpointError(
-            f"{name} in {label} has {stored.size[0]} rows, but the shards hold only the first {row}; "
+            f"{name} in {label} has {stored.size[0]} rows, but the shards hold only the first "
+            f"{row}; "
             "merge another checkpoint"
         )
     return chunks

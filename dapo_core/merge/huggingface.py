@@ -22,7 +22,9 @@ class HuggingFaceSource:
     """Tensors of a folder's safetensors files; implements Source."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if files are missing, truncated or damaged, or contain NaN or infinity."""
+        """Raises CheckpointError if files are missing, truncated or damaged, or contain NaN or
+        infinity.
+        """
         from safetensors import SafetensorError
 
         self.label = str(folder)
@@ -73,7 +75,8 @@ class HuggingFaceSource:
             )
             if not all(bool(part.isfinite().all()) for part in parts):
                 raise CheckpointError(
-                    f"{name} in {self._blocks[name].path} contains NaN or infinity: training diverged or the "
+                    f"{name} in {self._blocks[name].path} contains NaN or infinity: training "
+                    "diverged or the "
                     "conversion is wrong; check actor/grad_norm and merge an earlier checkpoint"
                 )
 

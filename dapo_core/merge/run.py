@@ -54,15 +54,16 @@ def merge_checkpoint(
 ) -> dict[str, int]:
     """Write the model to `target` as a folder that transformers and vLLM load.
 
-    `sources` is a dapo train checkpoint or training output (`checkpoint` selects latest or best), a verl FSDP
-    checkpoint or a Hugging Face folder; pass one folder per node if the shards are on several nodes. `dtype`
-    "keep" preserves each tensor's dtype. Tied weights are stored once. Everything read is verified against the
-    checkpoint's checksums, and merge_manifest.json records digests of everything written. `verify_logits` also
-    reads the files back from disk and compares the logits of both models. Returns {"tensors", "parameters",
-    "bytes", "shards"}.
+    `sources` is a dapo train checkpoint or training output (`checkpoint` selects latest or best), a
+    verl FSDP checkpoint or a Hugging Face folder; pass one folder per node if the shards are on
+    several nodes. `dtype` "keep" preserves each tensor's dtype. Tied weights are stored once.
+    Everything read is verified against the checkpoint's checksums, and merge_manifest.json records
+    digests of everything written. `verify_logits` also reads the files back from disk and compares
+    the logits of both models. Returns {"tensors", "parameters", "bytes", "shards"}.
 
-    The target appears atomically once it is complete. Raises CheckpointError if a source is incomplete or belongs
-    to another model, if the target is not empty, or if another merge is writing it.
+    The target appears atomically once it is complete. Raises CheckpointError if a source is
+    incomplete or belongs to another model, if the target is not empty, or if another merge is
+    writing it.
     """
     target = target.absolute()  # "." has no name
     _require_empty(target)
@@ -96,9 +97,11 @@ def merge_checkpoint(
 
 
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
-    """Open a checkpoint of dapo train or another trainer, or a Hugging Face folder; one folder per node.
+    """Open a checkpoint of dapo train or another trainer, or a Hugging Face folder; one folder per
+    node.
 
-    `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a shard is missing.
+    `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a
+    shard is missing.
     """
     if len(folders) == 1:
         folders = [weights_in(folders[0], checkpoint)]
@@ -114,7 +117,8 @@ def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest"
 def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
     """Return the folder with the shards or the model in another trainer's output or checkpoint.
 
-    Any other folder is returned unchanged. Raises CheckpointError for a format that must be converted first.
+    Any other folder is returned unchanged. Raises CheckpointError for a format that must be
+    converted first.
     """
     other = other_in(folder)
     if other is None:
@@ -128,8 +132,10 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
     form = other.form
     if form in ("distributed", "iteration"):
         raise CheckpointError(
-            f"{other.actor} contains distributed Megatron weights, which only its trainer can convert: run dapo "
-            "merge with --config RECIPE, where external.python (verl) or external.source (MindSpeed) provides the "
+            f"{other.actor} contains distributed Megatron weights, which only its trainer can "
+            "convert: run dapo "
+            "merge with --config RECIPE, where external.python (verl) or external.source "
+            "(MindSpeed) provides the "
             "converter"
         )
     return other.model_folder or other.actor if form == "model" else other.actor
@@ -143,7 +149,9 @@ def _refuse_best(checkpoint: CheckpointChoice, folder: Path, description: str) -
 
 
 def other_in(folder: Path) -> OtherCheckpoint | None:
-    """Return the folder as another trainer's checkpoint, or the newest one in that training output, if any."""
+    """Return the folder as another trainer's checkpoint, or the newest one in that training output,
+    if any.
+    """
     return newest_other(folder / CHECKPOINTS) or newest_other(folder) or checkpoint_at(folder)
 
 
@@ -164,7 +172,9 @@ def _require_empty(target: Path) -> None:
 def _plan(
     source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
 ) -> list[OutputFile]:
-    """Plan the files; raises CheckpointError unless they contain exactly the tensors of the architecture."""
+    """Plan the files; raises CheckpointError unless they contain exactly the tensors of the
+    architecture.
+    """
     computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
     outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
     require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
@@ -177,7 +187,9 @@ def _plan(
 def _dropped(
     source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]
 ) -> list[OutputTensor]:
-    """Return tied tensors to compare with the kept ones; those stored at the same position need no comparison."""
+    """Return tied tensors to compare with the kept ones; those stored at the same position need no
+    comparison.
+    """
     kept = {tensor.name: tensor for tensor in outputs}
     return [
         dataclasses.replace(kept[other], name=name, stored_name=name)
@@ -197,8 +209,8 @@ def remove_leftovers(folder: Path) -> None:
 def _published(target: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a folder that is renamed to `target` on success and removed on failure.
 
-    The folder is in `.TARGET.merging`, which is locked. Raises CheckpointError if another merge holds the lock or
-    disk space is short.
+    The folder is in `.TARGET.merging`, which is locked. Raises CheckpointError if another merge
+    holds the lock or disk space is short.
     """
     working = target.with_name(f".{target.name}.merging")
     lock, folder = working / "lock", working / "model"
@@ -215,7 +227,8 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
                 free = shutil.disk_usage(working).free
                 if free < num_bytes:
                     raise CheckpointError(
-                        f"the merged model needs {num_bytes:,} bytes, but only {free:,} are free at {target}; "
+                        f"the merged model needs {num_bytes:,} bytes, but only {free:,} are free "
+                        f"at {target}; "
                         "free some space or choose a target on another disk"
                     )
                 folder.mkdir()
@@ -225,7 +238,8 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
                 shutil.rmtree(working, ignore_errors=True)
     except LockHeld:
         raise CheckpointError(
-            f"{target} is being written by another merge, {read_holder(lock)}; wait for it or choose another "
+            f"{target} is being written by another merge, {read_holder(lock)}; wait for it or "
+            "choose another "
             "target"
         ) from None
     except OSError as error:
@@ -235,7 +249,9 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
-    """Copy all files but weights; like transformers, config.json names the dtype of the first parameter."""
+    """Copy all files but weights; like transformers, config.json names the dtype of the first
+    parameter.
+    """
     copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

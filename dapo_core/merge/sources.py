@@ -58,7 +58,8 @@ class Block:
     )  # CRC32 or blake3 of the range; None: verified when the source was opened
 
     def read(self) -> Iterator[memoryview]:
-        """Yield the values in parts of at most CHUNK_BYTES, each valid until this thread reads the next one.
+        """Yield the values in parts of at most CHUNK_BYTES, each valid until this thread reads the
+        next one.
 
         Raises CheckpointError, naming the file, if it is too short or the checksum does not match.
         """
@@ -80,8 +81,10 @@ class Block:
             os.close(descriptor)
         if not checksum.is_right():
             raise CheckpointError(
-                f"{self.path} is damaged or from another checkpoint: bytes {self.start:,} to {self.end:,} do not "
-                "match the checksum taken when they were written; copy the file again from the node that wrote "
+                f"{self.path} is damaged or from another checkpoint: bytes {self.start:,} to "
+                f"{self.end:,} do not "
+                "match the checksum taken when they were written; copy the file again from the "
+                "node that wrote "
                 "it, or merge another checkpoint"
             )
 
@@ -95,7 +98,8 @@ class Block:
                 count = os.preadv(descriptor, [part[done:]], start + done)
                 if not count:
                     raise CheckpointError(
-                        f"{self.path} ends at {start + done:,} bytes; copy it again from the node that wrote it"
+                        f"{self.path} ends at {start + done:,} bytes; copy it again from the node "
+                        "that wrote it"
                     )
                 done += count
             yield part

@@ -37,14 +37,18 @@ def empty_model(model_files: Path) -> nn.Module:
 
 
 def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
-    """Raise CheckpointError unless the outputs are exactly the model's parameters and persistent buffers."""
+    """Raise CheckpointError unless the outputs are exactly the model's parameters and persistent
+    buffers.
+    """
     tied = tied_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     expected, missing, unexpected = match_files(tensors, outputs)
     if missing or unexpected:
         raise CheckpointError(
-            f"{label} does not match the architecture {type(model).__name__} in its config.json: missing "
-            f"{sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters into the model first, or "
+            f"{label} does not match the architecture {type(model).__name__} in its config.json: "
+            "missing "
+            f"{sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters into the "
+            "model first, or "
             "use the transformers version that wrote these names"
         )
     wrong = [name for name, shape in expected.items() if not _fits(outputs[name], shape)]
@@ -52,13 +56,16 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
         name = wrong[0]
         raise CheckpointError(
             f"{name} in {label} has shape {outputs[name].shape}, but {type(model).__name__} needs "
-            f"{tuple(expected[name])} ({len(wrong)} such tensors): config.json and shards belong to different "
+            f"{tuple(expected[name])} ({len(wrong)} such tensors): config.json and shards belong "
+            "to different "
             "models"
         )
 
 
 def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
-    """True if transformers can load the tensor into a parameter of that shape; it can transpose fused experts."""
+    """True if transformers can load the tensor into a parameter of that shape; it can transpose
+    fused experts.
+    """
     is_transposed = bool(expert_pieces(output.name, shape)) and output.shape == (
         shape[0],
         shape[2],
@@ -68,20 +75,24 @@ def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
 
 
 def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
-    """Raise CheckpointError if tied tensors differ from the kept ones, since only one of them is stored.
+    """Raise CheckpointError if tied tensors differ from the kept ones, since only one of them is
+    stored.
 
     Tensors without a digest share their position in the source.
     """
     for name, kept in tied.items():
         if name in digests and digests[name] != digests[kept]:
             raise CheckpointError(
-                f"{name} and {kept} in {label} differ, although config.json declares them tied; set "
+                f"{name} and {kept} in {label} differ, although config.json declares them tied; "
+                "set "
                 "tie_word_embeddings to false in the checkpoint's config.json to keep both"
             )
 
 
 def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Read the files back from disk, bypassing the page cache; raises CheckpointError if they differ."""
+    """Read the files back from disk, bypassing the page cache; raises CheckpointError if they
+    differ.
+    """
     for name, written in parts.items():
         path = folder / name
         with path.open("rb") as file:  # drops the pages of a synced file
@@ -93,10 +104,11 @@ def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
-    """Compare the logits of the merged folder, loaded by transformers, with those of the source's tensors.
+    """Compare the logits of the merged folder, loaded by transformers, with those of the source's
+    tensors.
 
-    Both compute in float32 from weights in the merged dtype, so the logits must be bitwise equal. Returns
-    {"tokens", "max_difference"}; raises CheckpointError if they differ.
+    Both compute in float32 from weights in the merged dtype, so the logits must be bitwise equal.
+    Returns {"tokens", "max_difference"}; raises CheckpointError if they differ.
     """
     import torch
 
@@ -110,7 +122,8 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         raise CheckpointError(
-            f"transformers loads the merged model with {wrong}; did another process change the folder?"
+            f"transformers loads the merged model with {wrong}; did another process change the "
+            "folder?"
         )
     vocab_size = merged.get_input_embeddings().num_embeddings
     token_ids = torch.randint(
@@ -125,7 +138,8 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
         difference = (unmerged.eval()(token_ids).logits - logits).abs().max().item()
     if difference:
         raise CheckpointError(
-            f"the merged model's logits differ from those of {source.label} by up to {difference:.3g} on "
+            f"the merged model's logits differ from those of {source.label} by up to "
+            f"{difference:.3g} on "
             f"{token_ids.numel()} tokens; do not use it, and report this with {MERGE_MANIFEST}"
         )
     return {"tokens": token_ids.numel(), "max_difference": difference}
@@ -155,7 +169,8 @@ def _build(model_files: Path) -> nn.Module:
         return model_class(config)
     except Exception as error:  # the file may contain anything
         raise CheckpointError(
-            f"config.json in {model_files} does not describe a {name} that transformers can build: {error}"
+            f"config.json in {model_files} does not describe a {name} that transformers can build: "
+            f"{error}"
         ) from error
 
 

@@ -34,7 +34,8 @@ FSDP_CONFIG_FILE = "fsdp_config.json"
 
 
 def find_shards(folders: Sequence[Path]) -> list[Path]:
-    """Return all rank files in the folders or their `actor` subfolders; empty if verl did not write the folders.
+    """Return all rank files in the folders or their `actor` subfolders; empty if verl did not write
+    the folders.
 
     Raises CheckpointError if only some of the folders contain shards.
     """
@@ -47,7 +48,8 @@ def find_shards(folders: Sequence[Path]) -> list[Path]:
     empty = [folder for folder, paths in found.items() if not paths]
     if empty and len(empty) < len(found):
         raise CheckpointError(
-            f"{empty[0]} has no model_world_size_W_rank_R.pt, unlike the other sources; pass the folders that "
+            f"{empty[0]} has no model_world_size_W_rank_R.pt, unlike the other sources; pass the "
+            "folders that "
             "contain shards of one checkpoint"
         )
     return sorted(path for paths in found.values() for path in paths)
@@ -59,8 +61,8 @@ class VerlSource:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Open the files from find_shards.
 
-        Raises CheckpointError, naming the shard, if one is missing, truncated, unsafe to load or from another
-        checkpoint.
+        Raises CheckpointError, naming the shard, if one is missing, truncated, unsafe to load or
+        from another checkpoint.
         """
         self._paths = _by_rank(paths)
         self.label = str(paths[0].parent)
@@ -82,21 +84,25 @@ class VerlSource:
         for position, shard in enumerate(self._shards):
             if problem := self._mismatch(shard, rows, position):
                 raise CheckpointError(
-                    f"{self._paths[self._ranks[position]]} does not match the other shards: {problem}; copy "
+                    f"{self._paths[self._ranks[position]]} does not match the other shards: "
+                    f"{problem}; copy "
                     "it again from the node that wrote it"
                 )
         has_experts = any(expert_pieces(name, it.shape) for name, it in self.tensors.items())
         self._experts = _experts_in_files(self.model_files) if has_experts else None
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensor itself, or each expert's matrices if published files of the architecture store those."""
+        """The tensor itself, or each expert's matrices if published files of the architecture store
+        those.
+        """
         shape = self.tensors[name].shape
         experts = expert_pieces(name, shape)
         if not experts or self._experts is None:
             return [FilePiece(name)]
         if self._experts == "single":
             return experts
-        # Files have [E, H, 2I] and [E, I, H], as in transformers 4; transformers 5 transposes them in memory.
+        # Files have [E, H, 2I] and [E, I, H], as in transformers 4; transformers 5 transposes them
+        # in memory.
         hidden_dimension = 1 if name.endswith(FUSED_NAME) else 2
         return [FilePiece(name, is_turned=shape[hidden_dimension] != self._experts)]
 
@@ -141,7 +147,10 @@ class VerlSource:
         for name, tensor in shard.state.items():
             found, expected = _stored(tensor), self.tensors[name]
             if found != expected:
-                return f"its {name} is part of {found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
+                return (
+                    f"its {name} is part of {found.shape} {found.dtype}, not {expected.shape} "
+                    f"{expected.dtype}"
+                )
             local, local_shape = _local(tensor), _local_shape(tensor, len(self._ranks), position)
             if tuple(local.shape) != local_shape and (local.numel() or 0 not in local_shape):
                 return f"its part of {name} is {tuple(local.shape)}, not {local_shape}"
@@ -155,7 +164,9 @@ class _Shard:
     """One rank's file: its state dict on the meta device, and the positions of the values."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file is truncated, unsafe to load or not a state dict of tensors."""
+        """Raises CheckpointError if the file is truncated, unsafe to load or not a state dict of
+        tensors.
+        """
         self.path = path
         with path.open("rb") as file:
             records = read_records(file, str(path)).values()
@@ -192,14 +203,16 @@ class _Shard:
         )
         if mesh is None:
             raise CheckpointError(
-                f"{self.path} contains no DTensor, so the sharding of its {len(self.state)} tensors is unknown; "
+                f"{self.path} contains no DTensor, so the sharding of its {len(self.state)} "
+                "tensors is unknown; "
                 "write it again with verl 0.3 or later, which gives FSDP a device mesh"
             )
         names, ranks, num_shards = _mesh_state(mesh)
         if names not in _MESHES or len(ranks) != num_ranks:
             raise CheckpointError(
                 f"{self.path} was written on a mesh {names} of {len(ranks)} ranks; only "
-                f"{' and '.join(map(str, _MESHES))} with all {num_ranks} ranks are supported, no tensor "
+                f"{' and '.join(map(str, _MESHES))} with all {num_ranks} ranks are supported, no "
+                "tensor "
                 "parallelism"
             )
         return [
@@ -207,7 +220,9 @@ class _Shard:
         ]
 
     def _place(self, name: str) -> tuple[int, int, int]:
-        """Return the file offsets of a tensor's record and values, and the size of the values in bytes."""
+        """Return the file offsets of a tensor's record and values, and the size of the values in
+        bytes.
+        """
         local = _local(self.state[name])
         # torch has no public way to ask where a tensor lies in its file.
         start = getattr(local.untyped_storage(), "_checkpoint_offset", None)
@@ -232,7 +247,8 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
         other, rank = _world_size_and_rank(path)
         if other != num_ranks:
             raise CheckpointError(
-                f"{path} and {paths[0]} were written by trainings with {other} and {num_ranks} ranks; keep the "
+                f"{path} and {paths[0]} were written by trainings with {other} and {num_ranks} "
+                "ranks; keep the "
                 "files of one checkpoint"
             )
         if rank in by_rank:
@@ -249,7 +265,9 @@ def _world_size_and_rank(path: Path) -> tuple[int, int]:
 
 
 def _step(folders: Sequence[Path]) -> str | None:
-    """Return global_step_N from the folders' paths; raises CheckpointError if they name several steps."""
+    """Return global_step_N from the folders' paths; raises CheckpointError if they name several
+    steps.
+    """
     found = {
         folder: next(
             (part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None
@@ -259,13 +277,16 @@ def _step(folders: Sequence[Path]) -> str | None:
     steps = sorted({step for step in found.values() if step is not None})
     if len(steps) > 1:
         raise CheckpointError(
-            f"{' and '.join(map(str, folders))} are from {' and '.join(steps)}; pass the folders of one step"
+            f"{' and '.join(map(str, folders))} are from {' and '.join(steps)}; pass the folders "
+            "of one step"
         )
     return steps[0] if steps else None
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
-    """Return the FSDP version in fsdp_config.json; raises CheckpointError if its world size differs."""
+    """Return the FSDP version in fsdp_config.json; raises CheckpointError if its world size
+    differs.
+    """
     for path in (folder / FSDP_CONFIG_FILE for folder in folders):
         if path.is_file():
             try:
@@ -289,7 +310,8 @@ def _model_files(folders: Sequence[Path]) -> Path:
         if (folder / HUGGINGFACE_FOLDER / "config.json").is_file():
             return folder / HUGGINGFACE_FOLDER
     raise CheckpointError(
-        f"{folders[0]} lacks {HUGGINGFACE_FOLDER}/config.json, which rank 0 writes; pass the folder of its node "
+        f"{folders[0]} lacks {HUGGINGFACE_FOLDER}/config.json, which rank 0 writes; pass the "
+        "folder of its node "
         f"too, or copy the model's config and tokenizer into {folders[0] / HUGGINGFACE_FOLDER}"
     )
 
@@ -305,7 +327,8 @@ def _load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it contains more than tensors, and loading it could run code ({_reason(error)}); "
+            f"{path} is refused: it contains more than tensors, and loading it could run code "
+            f"({_reason(error)}); "
             "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
     except (
@@ -340,9 +363,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
-    """Return dimension names, all ranks, and the size of the last dimension of a mesh loaded without values.
+    """Return dimension names, all ranks, and the size of the last dimension of a mesh loaded
+    without values.
 
-    Only its pickled state is available, whose attributes torch 2.9 renamed; test_merge_verl.py covers both.
+    Only its pickled state is available, whose attributes torch 2.9 renamed; test_merge_verl.py
+    covers both.
     """
     state = vars(mesh)
     if "mesh_dim_names" in state:
@@ -363,7 +388,8 @@ def _placement(tensor: Any) -> Any:
         other.is_replicate() for other in replicas
     ):
         raise CheckpointError(
-            f"a tensor {tuple(tensor.shape)} has placements {tuple(tensor.placements)}, but verl's FSDP workers "
+            f"a tensor {tuple(tensor.shape)} has placements {tuple(tensor.placements)}, but verl's "
+            "FSDP workers "
             "shard rows only"
         )
     return None if placement.is_replicate() else placement
@@ -378,7 +404,9 @@ def _stored(tensor: Any) -> StoredTensor:
 
 
 def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]:
-    """Return the shape of part `position`; rows are split like torch.chunk, so the last parts may be empty."""
+    """Return the shape of part `position`; rows are split like torch.chunk, so the last parts may
+    be empty.
+    """
     if _placement(tensor) is None:
         return tuple(tensor.shape)
     num_rows, *rest = tensor.shape
@@ -395,9 +423,11 @@ def _coordinate(tensor: Any) -> int | None:
 
 
 def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
-    """Return how published files of the architecture store experts, which transformers fuses in memory.
+    """Return how published files of the architecture store experts, which transformers fuses in
+    memory.
 
-    "single": separate matrices per expert; the hidden size: fused and transposed; None: as in memory.
+    "single": separate matrices per expert; the hidden size: fused and transposed; None: as in
+    memory.
     """
     # transformers has no public API for this; test_merge_verl.py fails if it changes.
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -424,6 +454,7 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
     if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
         return "single"
     raise CheckpointError(
-        f"{config.get('model_type')} files name experts {' and '.join(sources)}, which is not supported; "
+        f"{config.get('model_type')} files name experts {' and '.join(sources)}, which is not "
+        "supported; "
         "supported architectures include Qwen3-MoE and Qwen3-VL-MoE"
     )

@@ -23,8 +23,8 @@ from dapo_core.parameter_names import FilePiece
 if TYPE_CHECKING:
     import torch
 
-# The kernel allocates page cache in blocks of the write's size. On a virtual machine, free blocks of 128 KiB and
-# more may return to the host, which is slow to give them back.
+# The kernel allocates page cache in blocks of the write's size. On a virtual machine, free blocks
+# of 128 KiB and more may return to the host, which is slow to give them back.
 WRITE_BYTES = 64 * 1024
 FLUSH_BYTES = 16 * 1024**2  # writeback granularity, so that little is left for the final fsync
 _LIBC = ctypes.CDLL(
@@ -119,7 +119,8 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[OutputFile]:
-    """Distribute the tensors over files of at most `max_shard_bytes`; a larger tensor gets its own file.
+    """Distribute the tensors over files of at most `max_shard_bytes`; a larger tensor gets its own
+    file.
 
     Wider dtypes come first, so each tensor is aligned to its element size.
     """

@@ -1,6 +1,7 @@
 """Attention over a packed row: each sequence attends only to itself, without a full attention mask.
 
-Under Ulysses sequence parallelism (arXiv:2309.14509), ranks exchange slices of the row for attention heads.
+Under Ulysses sequence parallelism (arXiv:2309.14509), ranks exchange slices of the row for
+attention heads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class PaddedBlock:
 class Packing:
     """Layout of the sequences in a packed row of N tokens; passed to every attention layer.
 
-    Not a dataclass, because FSDP2's mixed precision would copy one with its tensors before every layer.
+    Not a dataclass, because FSDP2's mixed precision would copy one with its tensors before every
+    layer.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Packing:
     ) -> None:
         """Lay out consecutive sequences with the given lengths.
 
-        A sequence shorter than half of a block's longest starts the next block, so at most half of a block is
-        padding. group: the ranks that each hold a slice of the row; None for a whole row.
+        A sequence shorter than half of a block's longest starts the next block, so at most half of
+        a block is padding. group: the ranks that each hold a slice of the row; None for a whole
+        row.
         """
         self.group = group
         self.layers: set[int] = set()  # indices of the layers that used this packing
@@ -87,10 +90,11 @@ def packed_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n, D].
+    """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n,
+    D].
 
-    With right padding, the causal kernel is exact without a mask. Raises ModelError for architectures that modify
-    attention scores.
+    With right padding, the causal kernel is exact without a mask. Raises ModelError for
+    architectures that modify attention scores.
     """
     packing, scale, window = (
         options.get(name) for name in ("packing", "scaling", "sliding_window")
@@ -158,7 +162,9 @@ def _attend(
 
 
 def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a sliding-window mask over each token and the `window` - 1 before it: [num_tokens, num_tokens]."""
+    """Return a sliding-window mask over each token and the `window` - 1 before it: [num_tokens,
+    num_tokens].
+    """
     distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(
         num_tokens, device=device
     )
@@ -167,8 +173,10 @@ def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
 
 def _cannot_pack(module: nn.Module) -> ModelError:
     return ModelError(
-        f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or does not pass its "
-        "arguments to the attention function, so sequences cannot be packed; set model.path to a model of another "
+        f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or does "
+        "not pass its "
+        "arguments to the attention function, so sequences cannot be packed; set model.path to a "
+        "model of another "
         "architecture"
     )
 

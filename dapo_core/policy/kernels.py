@@ -1,4 +1,6 @@
-"""Fused kernels for operations of decoder layers, each with a reference implementation in plain torch."""
+"""Fused kernels for operations of decoder layers, each with a reference implementation in plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -106,9 +108,9 @@ KERNELS = {
 def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> None:
     """Install the kernels of train.fused_kernels in an unsharded transformers model.
 
-    `auto` installs all kernels of the device if the architecture is known. A named operation without a kernel uses
-    its reference. Raises ConfigError if a kernel differs from its reference, or a named operation is not in the
-    model.
+    `auto` installs all kernels of the device if the architecture is known. A named operation
+    without a kernel uses its reference. Raises ConfigError if a kernel differs from its reference,
+    or a named operation is not in the model.
     """
     fused = device.fused_kernels()
     architecture = model.config.model_type  # type: ignore[union-attr]
@@ -128,13 +130,16 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
         )
         if not count and name in chosen:
             raise ConfigError(
-                f"train.fused_kernels names {name}, which cannot be replaced in this {architecture} model; remove "
+                f"train.fused_kernels names {name}, which cannot be replaced in this "
+                f"{architecture} model; remove "
                 f"it (supported: {', '.join(ARCHITECTURES)}, with SiLU)"
             )
 
 
 def require_parity(name: str, fused: Operation, device: Device) -> None:
-    """Raise ConfigError unless a kernel's values and gradients match its reference, in bfloat16 on the device."""
+    """Raise ConfigError unless a kernel's values and gradients match its reference, in bfloat16 on
+    the device.
+    """
     kernel = KERNELS[name]
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in kernel.shapes]
@@ -154,7 +159,10 @@ def require_parity(name: str, fused: Operation, device: Device) -> None:
         if not difference <= MAX_DIFFERENCE:
             others = ",".join(other for other in KERNELS if other != name)
             raise ConfigError(
-                f"the fused kernel {name} of this {device.kind} differs from plain torch by {difference:.2g} "
-                f"of the largest value, more than the {MAX_DIFFERENCE:g} that bfloat16 explains: set "
-                f"train.fused_kernels=[{others}], and report it with the versions of torch_npu and CANN"
+                f"the fused kernel {name} of this {device.kind} differs from plain torch by "
+                f"{difference:.2g} "
+                f"of the largest value, more than the {MAX_DIFFERENCE:g} that bfloat16 explains: "
+                "set "
+                f"train.fused_kernels=[{others}], and report it with the versions of torch_npu and "
+                "CANN"
             )

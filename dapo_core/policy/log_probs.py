@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class TokenLogProbs(nn.Module):
     """FSDP2 root module: a causal language model whose forward pass returns log-probs.
 
-    Logits are computed for `chunk_tokens` tokens at a time and recomputed in the backward pass, so memory does not
-    grow with tokens x vocabulary. Without `entropy_gradient`, the entropy is detached.
+    Logits are computed for `chunk_tokens` tokens at a time and recomputed in the backward pass, so
+    memory does not grow with tokens x vocabulary. Without `entropy_gradient`, the entropy is
+    detached.
     """
 
     def __init__(self, causal_lm: Any, chunk_tokens: int, entropy_gradient: bool = True) -> None:
@@ -38,7 +39,9 @@ class TokenLogProbs(nn.Module):
     def forward(
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs of the row's targets and, if requested, entropy (else empty): [M] float32 each."""
+        """Return log-probs of the row's targets and, if requested, entropy (else empty): [M]
+        float32 each.
+        """
         hidden = self.causal_lm.base_model(
             input_ids=row.token_ids,
             position_ids=row.position_ids,
@@ -82,7 +85,8 @@ def load_token_log_probs(
     group: ProcessGroup | None,
     is_trainable: bool,
 ) -> nn.Module:
-    """Load the folder's model under FSDP2, inside TokenLogProbs; the ranks of `group` split its rows. Collective.
+    """Load the folder's model under FSDP2, inside TokenLogProbs; the ranks of `group` split its
+    rows. Collective.
 
     Raises ModelError if a probe of two sequences shows that a layer does not keep them apart.
     """
@@ -104,7 +108,8 @@ def load_token_log_probs(
     num_layers = model_config.get_text_config().num_hidden_layers
     if len(row.packing.layers) != num_layers:
         raise ModelError(
-            f"only {len(row.packing.layers)} of the {num_layers} layers of {model_config.model_type} keep the "
+            f"only {len(row.packing.layers)} of the {num_layers} layers of "
+            f"{model_config.model_type} keep the "
             f"sequences of a packed row apart; {OTHER_MODEL}"
         )
     return model

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
 
 HOST = torch.device("cpu")
-OTHER_MODEL = "set model.path to a complete folder of an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
+OTHER_MODEL = (
+    "set model.path to a complete folder of an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
+    "Llama"
+)
 
 
 def load_sharded(
@@ -50,11 +53,12 @@ def load_sharded(
     trainable: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the folder's causal language model under FSDP2, inside `wrap`, which stores it as `causal_lm`.
+    """Load the folder's causal language model under FSDP2, inside `wrap`, which stores it as
+    `causal_lm`.
 
-    Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32 master weights and
-    computes in `train.dtype`; others are stored in that dtype. Collective. Raises ModelError if the folder's
-    tensors do not match the model's parameters.
+    Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32
+    master weights and computes in `train.dtype`; others are stored in that dtype. Collective.
+    Raises ModelError if the folder's tensors do not match the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
     causal_lm = empty_causal_lm(
@@ -93,13 +97,15 @@ def load_sharded(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks of an unsharded model; raises ModelError if there are none.
 
-    transformers names their classes only in the private `_no_split_modules`; test_sharded_model.py guards it.
+    transformers names their classes only in the private `_no_split_modules`; test_sharded_model.py
+    guards it.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so it cannot be "
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so it "
+            "cannot be "
             f"sharded by layer; {OTHER_MODEL}"
         )
     return layers
@@ -127,7 +133,9 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
-    """Raise ModelError unless the reference model, loaded from `path`, has the policy's tensor shapes."""
+    """Raise ModelError unless the reference model, loaded from `path`, has the policy's tensor
+    shapes.
+    """
     policy_shapes, reference_shapes = (
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for model in (policy, reference)
@@ -135,8 +143,10 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
     if policy_shapes != reference_shapes:
         name = min(policy_shapes.items() ^ reference_shapes.items())[0]
         raise ModelError(
-            f"the reference model {path} does not match the policy's architecture and sizes: {name} has shape "
-            f"{reference_shapes.get(name)} in the reference and {policy_shapes.get(name)} in the policy; set "
+            f"the reference model {path} does not match the policy's architecture and sizes: "
+            f"{name} has shape "
+            f"{reference_shapes.get(name)} in the reference and {policy_shapes.get(name)} in the "
+            "policy; set "
             "another algorithm.kl.reference_path"
         )
 
@@ -144,10 +154,13 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
 def _require_same_tensors(
     model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]
 ) -> None:
-    """Raise ModelError unless the files contain every parameter, tied ones once, and no other weights."""
+    """Raise ModelError unless the files contain every parameter, tied ones once, and no other
+    weights.
+    """
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
-    # transformers lists the tensors that a model skips only in this private name; test_packing.py guards it.
+    # transformers lists the tensors that a model skips only in this private name; test_packing.py
+    # guards it.
     ignored = [
         *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()),
         COMPUTED_BUFFERS,
@@ -159,9 +172,12 @@ def _require_same_tensors(
     ]
     if missing or unexpected:
         raise ModelError(
-            f"the files in {model_path} and {type(causal_lm).__name__} do not have the same tensors: "
-            f"{sample_of(missing)} parameters of the model are not in the files, {sample_of(unexpected)} tensors "
-            "in the files are not in the model. Either the folder is incomplete, or engines and ranks name this "
+            f"the files in {model_path} and {type(causal_lm).__name__} do not have the same "
+            "tensors: "
+            f"{sample_of(missing)} parameters of the model are not in the files, "
+            f"{sample_of(unexpected)} tensors "
+            "in the files are not in the model. Either the folder is incomplete, or engines and "
+            "ranks name this "
             f"architecture's weights differently; {OTHER_MODEL}"
         )
 
@@ -213,7 +229,8 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
         ) from error
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: config.json and "
+            f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: "
+            "config.json and "
             "weights belong to different models; set model.path to an unmodified folder"
         )
     return stored
@@ -238,7 +255,9 @@ def first_row(parameter: DTensor) -> int:
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
-    """Read the rows of the stored tensor that belong to `local`, a shard that starts at row `start`."""
+    """Read the rows of the stored tensor that belong to `local`, a shard that starts at row
+    `start`.
+    """
     if piece.expert is None:
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:

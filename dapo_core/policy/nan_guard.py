@@ -1,4 +1,6 @@
-"""NaN guard: reruns a skipped update with hooks to find the first module that produces a non-finite number."""
+"""NaN guard: reruns a skipped update with hooks to find the first module that produces a non-finite
+number.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from dapo_core.policy.model import local_part
 
 MAX_SEARCHES = 3  # per process; each takes as long as an update
 PREFIX = "causal_lm."  # of parameter names in the policy
-ADVICE = "If this continues, rule out causes: train.fused_kernels=[], train.dtype=float32, train.compile=false"
+ADVICE = (
+    "If this continues, rule out causes: train.fused_kernels=[], train.dtype=float32, "
+    "train.compile=false"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
     """Location of the first non-finite number in one rank's update."""
 
-    order: int  # position in the update: 0 forward, 1 loss, 2 backward, 3 weight gradient, 4 not reproduced
+    # position in the update: 0 forward, 1 loss, 2 backward, 3 weight gradient, 4 not reproduced
+    order: int
     place: str
     micro_batch: int = 0  # in the rank's share
     rank: int = 0
@@ -108,7 +114,8 @@ class _Watch:
 def find_fault(model: nn.Module, losses: Iterator[torch.Tensor], rank: int) -> Fault:
     """Rerun the micro-batches and return the first non-finite number. Collective.
 
-    Each item of `losses` runs a micro-batch's forward pass. The model's gradients are garbage afterwards.
+    Each item of `losses` runs a micro-batch's forward pass. The model's gradients are garbage
+    afterwards.
     """
     found: list[Fault] = []
     watch = _Watch(model)
@@ -124,7 +131,9 @@ def find_fault(model: nn.Module, losses: Iterator[torch.Tensor], rank: int) -> F
 
 
 def _gradient_fault(model: nn.Module, rank: int) -> Fault:
-    """Return the first weight with a non-finite gradient after summation over ranks and micro-batches."""
+    """Return the first weight with a non-finite gradient after summation over ranks and
+    micro-batches.
+    """
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _is_finite(local_part(weight.grad)):
             return Fault(

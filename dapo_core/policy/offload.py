@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Offloader:
-    """Moves weights, gradients and optimizer state, named as in `turns`, off a rank's device and back."""
+    """Moves weights, gradients and optimizer state, named as in `turns`, off a rank's device and
+    back.
+    """
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Offloader:
     def offload(self, names: Collection[str]) -> None:
         """Free gradients, and move weights or optimizer state off the device.
 
-        The target is host memory, or a file if ranks and engines share a CPU. On a dedicated accelerator, moments
-        are copied in the background until the next `onload` or save.
+        The target is host memory, or a file if ranks and engines share a CPU. On a dedicated
+        accelerator, moments are copied in the background until the next `onload` or save.
         """
         if GRADIENTS in names:
             self.optimizer.zero_grad(set_to_none=True)
@@ -72,12 +74,15 @@ class Offloader:
         """Assert that none of the named state is in a file."""
         spilled = self._spills.keys() & set(names)
         assert not spilled, (
-            f"{', '.join(sorted(spilled))} of this rank are in a file: the step's phases are out of order"
+            f"{', '.join(sorted(spilled))} of this rank are in a file: the step's phases are out "
+            "of order"
         )
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Keep all state in memory inside the block: spilled state is restored, pending copies finish."""
+        """Keep all state in memory inside the block: spilled state is restored, pending copies
+        finish.
+        """
         spilled = list(self._spills)
         self.onload(spilled)
         yield
@@ -105,7 +110,8 @@ class Offloader:
 def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> None:
     """Move an FSDP2 model's shards. Parameters stay the same objects, as the optimizer requires.
 
-    Copies to the host are complete on return; copies to a device are complete after `transfers.join()`.
+    Copies to the host are complete on return; copies to a device are complete after
+    `transfers.join()`.
     """
     with transfers.queued():
         moved = {
@@ -135,7 +141,8 @@ def move_optimizer(
 class Transfers:
     """Copies between a device and pinned host memory on a separate stream, overlapping computation.
 
-    Copies start after the work queued so far. Do not read one before `join` or `finish`. On a CPU, nothing moves.
+    Copies start after the work queued so far. Do not read one before `join` or `finish`. On a CPU,
+    nothing moves.
     """
 
     def __init__(self, device: Device) -> None:
@@ -179,13 +186,17 @@ class Transfers:
 
 
 class Spill:
-    """Tensors whose memory lives in an unnamed temporary file in TMPDIR, which is deleted with the process.
+    """Tensors whose memory lives in an unnamed temporary file in TMPDIR, which is deleted with the
+    process.
 
-    Tensors and their views stay the same objects. Their elements must not be accessed until `restore`.
+    Tensors and their views stay the same objects. Their elements must not be accessed until
+    `restore`.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Write the tensors and free their memory, one at a time. Raises OSError if the disk is full."""
+        """Write the tensors and free their memory, one at a time. Raises OSError if the disk is
+        full.
+        """
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open until `restore`
         self._spilled: list[tuple[torch.UntypedStorage, int]] = []
         for storage in {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
@@ -208,5 +219,7 @@ class Spill:
 
 
 def _elements(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-    """Return the storage's memory as a buffer. A numpy array would make the storage impossible to resize."""
+    """Return the storage's memory as a buffer. A numpy array would make the storage impossible to
+    resize.
+    """
     return (ctypes.c_char * num_bytes).from_address(storage.data_ptr())

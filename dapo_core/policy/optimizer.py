@@ -38,7 +38,8 @@ class Update:
         """Log why training step `step` skipped this update, if the cause was searched for."""
         if self.fault is not None:
             logger.warning(
-                "step %d: the gradient norm is %s, so optimizer step %d is skipped. First non-finite number: "
+                "step %d: the gradient norm is %s, so optimizer step %d is skipped. First "
+                "non-finite number: "
                 "%s. %s",
                 step,
                 self.grad_norm,
@@ -61,12 +62,13 @@ def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the learning rate of optimizer step `step`, starting at 1. It has no other state to resume.
+    """Return the learning rate of optimizer step `step`, starting at 1. It has no other state to
+    resume.
 
-    With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio, the peak is multiplied by step /
-    W during warm-up, then by 1 (constant) or by m + (1 - m) f(p). p rises from 0 at step W to 1 at step T and
-    stays there; f(p) is 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). wsd is constant, then a cosine over the
-    last decay_ratio * (T - W) steps, rounded.
+    With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio, the peak is
+    multiplied by step / W during warm-up, then by 1 (constant) or by m + (1 - m) f(p). p rises from
+    0 at step W to 1 at step T and stays there; f(p) is 1 - p (linear) or (1 + cos(pi p)) / 2
+    (cosine). wsd is constant, then a cosine over the last decay_ratio * (T - W) steps, rounded.
     """
     return train.learning_rate * _factor(step, train)
 

@@ -1,4 +1,6 @@
-"""Packed rows: micro-batches without padding, and the mapping between their tokens and [B, R] batch fields."""
+"""Packed rows: micro-batches without padding, and the mapping between their tokens and [B, R] batch
+fields.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 class PackedRow:
     """A rank's n tokens of a packed row, M of which predict a response token.
 
-    Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]], position_ids
-    [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], cells [0, 1, 2] of a [2, 2] batch.
+    Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]],
+    position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], cells [0, 1, 2] of a
+    [2, 2] batch.
     """
 
     token_ids: torch.Tensor  # [1, n]
@@ -103,7 +106,9 @@ def loss_tokens(
     token_weights: torch.Tensor,
     correction: RolloutCorrectionConfig,
 ) -> LossTokens:
-    """Return the loss inputs at the row's targets, [M] each. `log_probs` replace missing old log-probs."""
+    """Return the loss inputs at the row's targets, [M] each. `log_probs` replace missing old
+    log-probs.
+    """
 
     def at_tokens(values: torch.Tensor) -> torch.Tensor:
         """[b, R] -> [M]."""
@@ -129,7 +134,9 @@ def loss_tokens(
 
 
 class Measuring:
-    """Collects log-probs and entropy of a rank's share, one micro-batch at a time; 0 until filled in."""
+    """Collects log-probs and entropy of a rank's share, one micro-batch at a time; 0 until filled
+    in.
+    """
 
     def __init__(self, share: RankShare) -> None:
         self.share = share
@@ -138,7 +145,9 @@ class Measuring:
         )  # [2, b, R]
 
     def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
-        """Store log-probs and entropy [M] of this rank's slice of micro-batch `number`; entropy may be empty."""
+        """Store log-probs and entropy [M] of this rank's slice of micro-batch `number`; entropy may
+        be empty.
+        """
         indices, micro = self.share.micro_batches[number], self.share.micro_batch(number)
         part = torch.zeros(len(self.values), micro.response_mask.numel())
         for field, measured in zip(part, values, strict=True):
@@ -147,7 +156,9 @@ class Measuring:
         self.values[:, torch.tensor(indices), : part.shape[2]] = part
 
     def read(self, group: ProcessGroup | None, device: torch.device) -> Measured:
-        """Return the whole share's values on every rank of the group: [b, R] float32 each. Collective."""
+        """Return the whole share's values on every rank of the group: [b, R] float32 each.
+        Collective.
+        """
         values = self.values
         if group is not None:  # every rank has its slices of the rows, and 0 elsewhere
             values = values.to(device)

@@ -1,4 +1,6 @@
-"""One FSDP2 rank of the policy: log-probs, optimizer steps, checkpoints, and weights for the engines."""
+"""One FSDP2 rank of the policy: log-probs, optimizer steps, checkpoints, and weights for the
+engines.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
 class Policy(Profiled):
     """One rank of the sharded policy and its optimizer, and of the reference model if KL needs one.
 
-    Methods are collective unless noted: all ranks must call them together. With sp = train.sequence_parallel,
-    ranks r * sp to r * sp + sp - 1 get the same share, and each processes a slice of its rows.
+    Methods are collective unless noted: all ranks must call them together. With sp =
+    train.sequence_parallel, ranks r * sp to r * sp + sp - 1 get the same share, and each processes
+    a slice of its rows.
     """
 
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
@@ -107,7 +110,9 @@ class Policy(Profiled):
 
     @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
-        """Return log-probs of the share's response tokens under the reference model: [b, R] float32."""
+        """Return log-probs of the share's response tokens under the reference model: [b, R]
+        float32.
+        """
         assert self.reference is not None, "algorithm.kl.place=off loads no reference model"
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
@@ -115,11 +120,13 @@ class Policy(Profiled):
     def update(self, share: RankShare, totals: LossTotals, measures: bool = False) -> Update:
         """Run one optimizer step on a mini-batch; `share` is this rank's part.
 
-        If the share has no old log-probs, the forward pass's own are the anchor: in a batch's only step, both are
-        the same. With `measures`, the update includes log-probs and entropy from that pass.
+        If the share has no old log-probs, the forward pass's own are the anchor: in a batch's only
+        step, both are the same. With `measures`, the update includes log-probs and entropy from
+        that pass.
 
-        Gradients are summed, not averaged, over ranks and micro-batches, because `totals` holds the denominator. A
-        non-finite gradient norm skips the step: weights and optimizer state stay unchanged.
+        Gradients are summed, not averaged, over ranks and micro-batches, because `totals` holds the
+        denominator. A non-finite gradient norm skips the step: weights and optimizer state stay
+        unchanged.
         """
         self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         rate = learning_rate(self.num_optimizer_steps + 1, self.train)
@@ -161,8 +168,9 @@ class Policy(Profiled):
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's parameters, optimizer state and random generators to the folder.
 
-        If asynchronous, returns once they are copied to host memory and keeps writing; see is_saved. Raises
-        OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
+        If asynchronous, returns once they are copied to host memory and keeps writing; see
+        is_saved. Raises OSError with its errno if a rank cannot write, else CheckpointError, on
+        every rank.
         """
         with self.offloader.readable():
             self.shards.save(folder, self.num_optimizer_steps, asynchronous)
@@ -180,7 +188,9 @@ class Policy(Profiled):
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Load a checkpoint written by any number of ranks; weights and optimizer must be on the device."""
+        """Load a checkpoint written by any number of ranks; weights and optimizer must be on the
+        device.
+        """
         self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         self.offloader.transfers.join()
         self.num_optimizer_steps = self.shards.load(folder)
@@ -190,7 +200,9 @@ class Policy(Profiled):
         return self.weights.plan
 
     def open_outbox(self, num_local: int, on_device: bool) -> str:
-        """Create rank 0's outbox; returns the address at which `num_local` processes on its node can read it."""
+        """Create rank 0's outbox; returns the address at which `num_local` processes on its node
+        can read it.
+        """
         self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
         return self.outbox.address
 
@@ -224,7 +236,9 @@ class Policy(Profiled):
         return self.device.name()
 
     def take_memory(self) -> dict[str, float]:
-        """Return this rank's peak memory since the last call, and its node's use, in GiB by metric name."""
+        """Return this rank's peak memory since the last call, and its node's use, in GiB by metric
+        name.
+        """
         return self.device.take_memory()
 
     def _causal_lm(self) -> nn.Module:
@@ -234,7 +248,9 @@ class Policy(Profiled):
     def _score(
         self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
     ) -> Measured:
-        """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b, R] float32."""
+        """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b,
+        R] float32.
+        """
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
         measuring = Measuring(share)
@@ -253,11 +269,13 @@ class Policy(Profiled):
         measuring: Measuring | None,
         parts: list[LossSums],
     ) -> Iterator[torch.Tensor]:
-        """Yield the loss of each micro-batch, for its backward pass; the sums are appended to `parts`."""
+        """Yield the loss of each micro-batch, for its backward pass; the sums are appended to
+        `parts`.
+        """
         last = len(share.micro_batches) - 1
         for number in range(last + 1):
-            # Every backward pass reduce-scatters gradients, because unsharded ones are as large as the float32
-            # model. HSDP copies all-reduce theirs once, after the last.
+            # Every backward pass reduce-scatters gradients, because unsharded ones are as large as
+            # the float32 model. HSDP copies all-reduce theirs once, after the last.
             self.model.set_requires_all_reduce(number == last)  # type: ignore[operator]
             with record_function("forward"):
                 loss, sums = self._micro_loss(share, number, totals, measuring)

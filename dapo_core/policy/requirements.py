@@ -1,4 +1,6 @@
-"""Requirements of the policy: a model that trains on packed rows, and a correct averaged reduce-scatter."""
+"""Requirements of the policy: a model that trains on packed rows, and a correct averaged
+reduce-scatter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-# transformers has no public API for these, nor for _supports_attention_backend; test_packing.py guards the names.
+# transformers has no public API for these, nor for _supports_attention_backend; test_packing.py
+# guards the names.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _AFTER_HEAD = (  # settings that modify logits after the output head
     "final_logit_softcapping",
@@ -25,8 +28,8 @@ _AFTER_HEAD = (  # settings that modify logits after the output head
 def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:
     """Raise ModelError unless the policy can train the architecture.
 
-    Attention must be replaceable in every layer, logits must come directly from the output head, and heads must
-    divide evenly over the sequence-parallel ranks.
+    Attention must be replaceable in every layer, logits must come directly from the output head,
+    and heads must divide evenly over the sequence-parallel ranks.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -37,7 +40,8 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
             "is multimodal, but training supports text only" if _is_multimodal(model_config) else ""
         )
         raise ModelError(
-            f"{name} {reason or 'is not a causal language model in transformers'}; set model.path to a text model "
+            f"{name} {reason or 'is not a causal language model in transformers'}; set model.path "
+            "to a text model "
             "such as Qwen3"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
@@ -45,7 +49,8 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     if others or not model_class._supports_attention_backend:
         layers = f"has layers of type {', '.join(sorted(others))}" if others else ""
         raise ModelError(
-            f"{name} {layers or 'does not support custom attention'}, so its sequences cannot be packed into one "
+            f"{name} {layers or 'does not support custom attention'}, so its sequences cannot be "
+            "packed into one "
             "row; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
     changes = {
@@ -55,18 +60,22 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     }
     if changes:
         raise ModelError(
-            f"{name} modifies logits after the output head ({', '.join(f'{k}={v}' for k, v in changes.items())}), "
-            "which is not supported; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
+            f"{name} modifies logits after the output head "
+            f"({', '.join(f'{k}={v}' for k, v in changes.items())}), "
+            "which is not supported; set model.path to an architecture such as Qwen2, Qwen3, "
+            "Qwen3-MoE or Llama"
         )
     if text_config.num_attention_heads % sequence_parallel:
         raise ModelError(
-            f"{name} has {text_config.num_attention_heads} attention heads, which do not divide evenly over "
+            f"{name} has {text_config.num_attention_heads} attention heads, which do not divide "
+            "evenly over "
             f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
         )
 
 
 def require_averages(device: torch.device) -> None:
-    """Raise ConfigError unless an averaged reduce-scatter, which FSDP2 uses for gradients, really averages.
+    """Raise ConfigError unless an averaged reduce-scatter, which FSDP2 uses for gradients, really
+    averages.
 
     gloo in torch 2.7.1 and 2.8.0 silently returns the sum. Collective.
     """
@@ -84,8 +93,10 @@ def require_averages(device: torch.device) -> None:
     expected = (num_ranks - 1) / 2
     if abs(average.item() - expected) > 1e-6 * num_ranks:
         raise ConfigError(
-            f"torch {torch.__version__}: the average of 0 to {num_ranks - 1} over {num_ranks} ranks "
-            f"({distributed.get_backend()}) is {average.item():g} instead of {expected:g}, so gradients would be "
+            f"torch {torch.__version__}: the average of 0 to {num_ranks - 1} over {num_ranks} "
+            "ranks "
+            f"({distributed.get_backend()}) is {average.item():g} instead of {expected:g}, so "
+            "gradients would be "
             "wrong by that factor; install a torch version from requirements/"
         )
 

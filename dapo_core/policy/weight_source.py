@@ -1,4 +1,6 @@
-"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending rank."""
+"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending
+rank.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class _Part:
 class WeightSource:
     """The model's parameters under their file names, in the engines' dtype.
 
-    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank holds only its
-    own part of a bucket.
+    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank
+    holds only its own part of a bucket.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class WeightSource:
         self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
-        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows. Collective."""
+        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows.
+        Collective.
+        """
         parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
         sent: dict[str, dict[int, int]] = {}
         for bucket in self.plan.buckets:

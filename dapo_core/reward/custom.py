@@ -24,7 +24,8 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def require_function(
     path: Path, name: str, keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name")
 ) -> None:
-    """Raise ConfigError unless the file defines or imports the function at top level; the file is not executed.
+    """Raise ConfigError unless the file defines or imports the function at top level; the file is
+    not executed.
 
     `keys` are the configuration keys for the file and the function.
     """
@@ -36,7 +37,8 @@ def require_function(
         )
     except OSError as error:
         raise ConfigError(
-            f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that defines "
+            f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that "
+            "defines "
             f"{name}({', '.join(PARAMETERS)})"
         ) from None
     except (SyntaxError, ValueError) as error:
@@ -72,15 +74,16 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
     if is_missing or not required.issubset(PARAMETERS):
         raise ConfigError(
             f"{function.name}({ast.unparse(signature)}) in {path} cannot be called as "
-            f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename its parameters"
+            f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename "
+            "its parameters"
         )
 
 
 def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:
     """Return the function that a scoring process runs.
 
-    It takes a scorer's name (None for the user's function) and PARAMETERS, and returns the fields of a Score.
-    Exceptions of the scorer propagate.
+    It takes a scorer's name (None for the user's function) and PARAMETERS, and returns the fields
+    of a Score. Exceptions of the scorer propagate.
     """
     function = None if path is None else load_function(path, name)
     runner = asyncio.Runner()
@@ -100,7 +103,8 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """Execute the file as a module and return the function; the file's exceptions propagate.
 
-    The file is always compiled: Python's bytecode cache misses a same-size change within one second.
+    The file is always compiled: Python's bytecode cache misses a same-size change within one
+    second.
     """
     spec = importlib.util.spec_from_file_location("custom_reward", path)
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -127,10 +131,11 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def to_score(result: Any) -> Score:
-    """Convert a number, or a mapping with `score` and optionally `acc` and `pred` (the answer), to a Score.
+    """Convert a number, or a mapping with `score` and optionally `acc` and `pred` (the answer), to
+    a Score.
 
-    As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises TypeError for a non-number,
-    ValueError for NaN and infinity, KeyError for a mapping without score.
+    As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises TypeError for
+    a non-number, ValueError for NaN and infinity, KeyError for a mapping without score.
     """
     fields: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
     value = _number("score", fields["score"])

@@ -1,4 +1,6 @@
-"""This project's scorers as a verl `custom_reward_function`; light, since verl's processes import it."""
+"""This project's scorers as a verl `custom_reward_function`; light, since verl's processes import
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ ComputeScore = Callable[..., dict[str, Any]]
 def compute_score_for(
     entries: Sequence[str], timeout_seconds: float, is_as_verl: bool
 ) -> ComputeScore:
-    """Return the function that verl calls with data_source, solution_str, ground_truth and extra_info.
+    """Return the function that verl calls with data_source, solution_str, ground_truth and
+    extra_info.
 
-    `entries` is reward.scorers. Rules that may be slow run in a separate process for at most `timeout_seconds`;
-    the first such call starts it. Every result has the same fields: `score` and `acc` as in this project's
-    training, `pred` for maj@N, and the flags `no_answer` and `failed` (0.0 or 1.0).
+    `entries` is reward.scorers. Rules that may be slow run in a separate process for at most
+    `timeout_seconds`; the first such call starts it. Every result has the same fields: `score` and
+    `acc` as in this project's training, `pred` for maj@N, and the flags `no_answer` and `failed`
+    (0.0 or 1.0).
     """
     table = routes(entries)
     scorers = VERL_SCORERS if is_as_verl else SCORERS

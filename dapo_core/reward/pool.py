@@ -51,9 +51,9 @@ class _Pending(NamedTuple):
 class RewardPool:
     """Scores responses: call `submit`, then `finished` until nothing is pending.
 
-    This process decodes only as much text as the scorer reads. Rules that read a bounded tail also run here: they
-    cannot hang and are cheaper than an inter-process call. Other rules and the user's file run in processes that
-    load neither torch nor the tokenizer.
+    This process decodes only as much text as the scorer reads. Rules that read a bounded tail also
+    run here: they cannot hang and are cheaper than an inter-process call. Other rules and the
+    user's file run in processes that load neither torch nor the tokenizer.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class RewardPool:
     ) -> None:
         """Start the processes now for a user's file, otherwise when a rule first needs them.
 
-        `on_score` is called on any thread when a score from a process is ready. Raises ConfigError like
-        require_scorers, RewardError if the user's file cannot be loaded, and RolloutError if a process cannot
-        start for another reason.
+        `on_score` is called on any thread when a score from a process is ready. Raises ConfigError
+        like require_scorers, RewardError if the user's file cannot be loaded, and RolloutError if a
+        process cannot start for another reason.
         """
         require_scorers((), reward, custom)
         self.reward = reward
@@ -105,7 +105,9 @@ class RewardPool:
         return self._processes.pids
 
     def submit(self, key: str, request: ScoreRequest) -> None:
-        """Queue a response; `finished` returns its score with `key`. Raises DataError for an unknown source."""
+        """Queue a response; `finished` returns its score with `key`. Raises DataError for an
+        unknown source.
+        """
         name = (
             None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         )
@@ -170,11 +172,14 @@ class RewardPool:
             return RewardError(f"the scorer cannot be loaded{file_hint}:\n{error.failure}")
         if self.custom.path is not None and error.exit_code != -signal.SIGKILL:
             return RewardError(
-                f"a scoring process {error} while loading the scorer; its output is in the log{file_hint}"
+                f"a scoring process {error} while loading the scorer; its output is in the "
+                f"log{file_hint}"
             )
         return RolloutError(
-            f"a scoring process {error} before it could score; its output is in the log. The kernel kills "
-            f"processes when memory runs out: lower reward.num_processes={self.reward.num_processes}"
+            f"a scoring process {error} before it could score; its output is in the log. The "
+            "kernel kills "
+            "processes when memory runs out: lower "
+            f"reward.num_processes={self.reward.num_processes}"
         )
 
     def _log_failure(self, pending: _Pending, problem: str) -> None:

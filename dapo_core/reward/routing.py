@@ -16,34 +16,42 @@ if TYPE_CHECKING:
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:
-    """Return the scorer of each data source: registered sets, other known names and entries of reward.scorers.
+    """Return the scorer of each data source: registered sets, other known names and entries of
+    reward.scorers.
 
-    Entries take precedence. Raises ConfigError for an entry that is not DATA_SOURCE=SCORER, names an unknown
-    scorer or contradicts another entry.
+    Entries take precedence. Raises ConfigError for an entry that is not DATA_SOURCE=SCORER, names
+    an unknown scorer or contradicts another entry.
     """
     added: dict[str, str] = {}
     for entry in entries:
         data_source, sign, name = (part.strip() for part in entry.rpartition("="))
         if not (sign and data_source and name in SCORERS):
             raise ConfigError(
-                f"reward.scorers has {entry!r}, which is not DATA_SOURCE=SCORER with a known scorer; "
+                f"reward.scorers has {entry!r}, which is not DATA_SOURCE=SCORER with a known "
+                "scorer; "
                 f"known scorers: {', '.join(sorted(SCORERS))}"
             )
         if added.setdefault(data_source, name) != name:
             raise ConfigError(
-                f"reward.scorers maps {data_source!r} to two scorers, {added[data_source]} and {name}; remove one"
+                f"reward.scorers maps {data_source!r} to two scorers, {added[data_source]} and "
+                f"{name}; remove one"
             )
     registered = {problem_set.name: problem_set.scorer for problem_set in SETS.values()}
     return {**registered, **DATA_SOURCES, **added}
 
 
 def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
-    """Return the name of a data source's scorer; raises DataError listing the known sources and scorers."""
+    """Return the name of a data source's scorer; raises DataError listing the known sources and
+    scorers.
+    """
     if data_source not in table:
         raise DataError(
-            f"data_source {data_source!r} has no scorer; known are {', '.join(sorted(table))}: fix the column "
-            f"data_source of the parquet, add {data_source}=SCORER to reward.scorers (known scorers: "
-            f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with your own scorer"
+            f"data_source {data_source!r} has no scorer; known are {', '.join(sorted(table))}: fix "
+            "the column "
+            f"data_source of the parquet, add {data_source}=SCORER to reward.scorers (known "
+            "scorers: "
+            f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with your own "
+            "scorer"
         )
     return table[data_source]
 
@@ -53,8 +61,9 @@ def require_scorers(
 ) -> None:
     """Raise unless every data source can be scored; the user's file is not executed.
 
-    ConfigError for a bad entry of reward.scorers, or a custom_reward.path that is missing, not Python or lacks the
-    function, and for a scorer without its package; DataError for a data source without a scorer.
+    ConfigError for a bad entry of reward.scorers, or a custom_reward.path that is missing, not
+    Python or lacks the function, and for a scorer without its package; DataError for a data source
+    without a scorer.
     """
     table = routes(reward.scorers)
     if custom.path is not None:

@@ -29,8 +29,8 @@ _FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 class Score:
     """A scorer's result for one response.
 
-    The verdicts `error` and `timeout` mean that the scorer failed; their value is 0.0, halfway between math_dapo's
-    right and wrong.
+    The verdicts `error` and `timeout` mean that the scorer failed; their value is 0.0, halfway
+    between math_dapo's right and wrong.
     """
 
     value: float
@@ -44,8 +44,8 @@ class Score:
 def score_math(response: str, ground_truth: str) -> Score:
     r"""+1 if the final answer equals the ground truth, else -1.
 
-    The answer is the last `Answer:` line within the last 300 characters, else the last \boxed{} there. Both sides
-    are compared as normalized strings; nothing is computed.
+    The answer is the last `Answer:` line within the last 300 characters, else the last \boxed{}
+    there. Both sides are compared as normalized strings; nothing is computed.
     """
     answer = answer_line(response)
     if answer is None:
@@ -74,8 +74,8 @@ def _graded(is_right: bool, answer: str, right: float = 1.0, wrong: float = -1.0
 def score_gsm8k(response: str, ground_truth: str) -> Score:
     """1 if the last `#### number` of the last 300 characters is the ground truth, else 0.
 
-    As in verl (`reward_score/gsm8k.py`, method strict, format score 0), a number counts only after `#### `, commas
-    are dropped, and the rest is compared as a string: `18.0` is not `18`.
+    As in verl (`reward_score/gsm8k.py`, method strict, format score 0), a number counts only after
+    `#### `, commas are dropped, and the rest is compared as a string: `18.0` is not `18`.
     """
     numbers = _FINAL_NUMBER.findall(response[-WINDOW_CHARACTERS:])
     if not numbers:
@@ -87,8 +87,8 @@ def score_gsm8k(response: str, ground_truth: str) -> Score:
 def score_math_verify(response: str, ground_truth: str) -> Score:
     r"""+1 if the final answer has the same value as the ground truth, else -1.
 
-    The answer is the last \boxed{}, else the last `Answer:` line within the last 300 characters. Answers are equal
-    if their normalized strings are, or if math-verify finds them equal.
+    The answer is the last \boxed{}, else the last `Answer:` line within the last 300 characters.
+    Answers are equal if their normalized strings are, or if math-verify finds them equal.
     """
     answer = extract_boxed(response) or answer_line(response)
     if not (answer and answer.strip()):
@@ -115,9 +115,10 @@ def score_choice(response: str, ground_truth: str) -> Score:
 def score_geo3k(response: str, ground_truth: str) -> Score:
     r"""0.9 for a right answer in the last \boxed{}, plus 0.1 for the format.
 
-    As in verl (`reward_score/geo3k.py`), the format is `<think>` at the start, `</think>`, then a \boxed{}; the
-    answer also counts without it. Answers are equal if their normalized strings are, or if math-verify finds them
-    equal (verl uses sympy through mathruler): 5\sqrt{2} and \sqrt{50}, 13.5 and \frac{27}{2}.
+    As in verl (`reward_score/geo3k.py`), the format is `<think>` at the start, `</think>`, then a
+    \boxed{}; the answer also counts without it. Answers are equal if their normalized strings are,
+    or if math-verify finds them equal (verl uses sympy through mathruler): 5\sqrt{2} and \sqrt{50},
+    13.5 and \frac{27}{2}.
     """
     answer = (extract_boxed(response) or "").strip()
     format_value = GEO3K_FORMAT_WEIGHT * has_geo3k_format(response)
@@ -128,7 +129,9 @@ def score_geo3k(response: str, ground_truth: str) -> Score:
 
 
 def has_geo3k_format(response: str) -> bool:
-    r"""True if the response is `<think>...</think>...\boxed{...}...`; linear time, unlike a regular expression."""
+    r"""True if the response is `<think>...</think>...\boxed{...}...`; linear time, unlike a regular
+    expression.
+    """
     end_of_thinking = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end_of_thinking)
     return (
@@ -142,8 +145,8 @@ def has_geo3k_format(response: str) -> bool:
 def is_same_value(answer: str, ground_truth: str) -> bool:
     """True if two answers are the same normalized string, or math-verify finds them equal.
 
-    As in mathruler, answers with a large or nested exponent are not evaluated: 9^{9^9} would exhaust memory. The
-    process's time limit stops other expensive inputs.
+    As in mathruler, answers with a large or nested exponent are not evaluated: 9^{9^9} would
+    exhaust memory. The process's time limit stops other expensive inputs.
     """
     if normalize(answer) == normalize(ground_truth):
         return True
@@ -167,8 +170,9 @@ def is_same_value(answer: str, ground_truth: str) -> bool:
 class Scorer:
     """A rule and the number of characters it reads from the end of the response (None: all).
 
-    A rule with a window runs without a time limit: it must not raise, and must run in linear time. Unless it
-    `reads_thinking`, it gets only the text after the last </think>, and nothing if thinking has not ended.
+    A rule with a window runs without a time limit: it must not raise, and must run in linear time.
+    Unless it `reads_thinking`, it gets only the text after the last </think>, and nothing if
+    thinking has not ended.
     """
 
     rule: Callable[[str, str], Score]
@@ -200,7 +204,8 @@ def require_package(key: str, name: str) -> None:
     package = SCORERS[name].package
     if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ConfigError(
-            f"{key} uses the scorer {name}, which needs the package {package} to compare values; it is not "
+            f"{key} uses the scorer {name}, which needs the package {package} to compare values; "
+            "it is not "
             f"installed: pip install {package}"
         )
 
@@ -210,7 +215,8 @@ VERL_SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS, reads_thinking=True),
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS, reads_thinking=True),
 }
-# In addition to the registered sets: scorers by their own names, and names in verl's default_compute_score.
+# In addition to the registered sets: scorers by their own names, and names in verl's
+# default_compute_score.
 DATA_SOURCES: Mapping[str, str] = {
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
@@ -228,8 +234,8 @@ def overlong_penalty(
 ) -> float:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to max_response_tokens - buffer_tokens, then linear down to -penalty_factor at max_response_tokens. It is
-    clamped there, unless `is_clamped` is False (as in verl).
+    0 up to max_response_tokens - buffer_tokens, then linear down to -penalty_factor at
+    max_response_tokens. It is clamped there, unless `is_clamped` is False (as in verl).
     """
     if not overlong.enabled:
         return 0.0

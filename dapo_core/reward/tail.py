@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# This close to the cut, the text may differ from that of the whole response. A cut inside a UTF-8 character leaves
-# at most 3 bytes, each decoded to a replacement character; the rest is for decoders that strip the first space or
-# join punctuation to the preceding word.
+# This close to the cut, the text may differ from that of the whole response. A cut inside a UTF-8
+# character leaves at most 3 bytes, each decoded to a replacement character; the rest is for
+# decoders that strip the first space or join punctuation to the preceding word.
 _CUT_CHARACTERS = 16
 _SPARE = 1.15  # decode more tokens than estimated, since a second decode costs more
 
@@ -28,7 +28,8 @@ class TailDecoder:
         )
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
-        """Return the last `num_characters` (None: all) of the response's text without special tokens.
+        """Return the last `num_characters` (None: all) of the response's text without special
+        tokens.
 
         Equal to `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
         """
@@ -48,7 +49,8 @@ class TailDecoder:
     def answer_ids(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[int]:
         """Return the response's tokens after the last </think>, or none if thinking has not ended.
 
-        A chat template may open the thinking in the prompt. Returns all tokens if the tags are not single tokens.
+        A chat template may open the thinking in the prompt. Returns all tokens if the tags are not
+        single tokens.
         """
         begin, end = self._thinking_ids
         if end is None:
@@ -63,10 +65,11 @@ class TailDecoder:
         return () if begin in response_ids else response_ids
 
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
-        """Move `start` back so that it does not split a run of byte tokens (`<0x41>`, as in Llama 2).
+        """Move `start` back so that it does not split a run of byte tokens (`<0x41>`, as in Llama
+        2).
 
-        Their decoder discards a whole run if one byte of it is invalid. A run may contain special tokens, which
-        are skipped.
+        Their decoder discards a whole run if one byte of it is invalid. A run may contain special
+        tokens, which are skipped.
         """
         while start > 0 and (
             response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])

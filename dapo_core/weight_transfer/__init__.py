@@ -1,1 +1,3 @@
-"""Transfers weights from policy ranks to engine processes in buckets, verified by a checksum per tensor."""
+"""Transfers weights from policy ranks to engine processes in buckets, verified by a checksum per
+tensor.
+"""

@@ -35,10 +35,11 @@ class Link:
 
 
 class SharedMemory:
-    """Counters and bucket slots in anonymous memory: without names, size limits or leftovers in /dev/shm.
+    """Counters and bucket slots in anonymous memory: without names, size limits or leftovers in
+    /dev/shm.
 
-    The sender counts buckets sent, and each reader counts buckets taken. A count is written after the bytes it
-    covers; the sleep in between is a system call, which orders memory accesses.
+    The sender counts buckets sent, and each reader counts buckets taken. A count is written after
+    the bytes it covers; the sleep in between is a system call, which orders memory accesses.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class SharedMemory:
             file = os.open(address, os.O_RDWR)
         except OSError as error:
             raise RolloutError(
-                f"an engine cannot open the shared memory of a policy rank on its node: {error}; run all "
+                f"an engine cannot open the shared memory of a policy rank on its node: {error}; "
+                "run all "
                 "processes of the training as one user, not in separate containers"
             ) from error
         return cls(file, num_readers, slot_numel, dtype, num_slots)
@@ -135,7 +137,9 @@ def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
 
 
 def write_handle(tensor: torch.Tensor, slot: torch.Tensor) -> None:
-    """Write the tensor's CUDA or NPU IPC handle, which another process on the machine can open once."""
+    """Write the tensor's CUDA or NPU IPC handle, which another process on the machine can open
+    once.
+    """
     handle = bytearray(ForkingPickler.dumps(tensor))
     assert len(handle) < HANDLE_BYTES, f"a handle of {len(handle)} bytes does not fit"
     slot[: len(handle)] = torch.frombuffer(handle, dtype=torch.uint8)
@@ -152,7 +156,8 @@ def wait_until(is_true: Callable[[], bool], description: str) -> None:
     while not is_true():
         if time.monotonic() - started > STALL_SECONDS:
             raise RolloutError(
-                f"waited {STALL_SECONDS:.0f} s for {description}: a process of the training hangs; start the "
+                f"waited {STALL_SECONDS:.0f} s for {description}: a process of the training hangs; "
+                "start the "
                 "training again to continue from the last checkpoint"
             )
         time.sleep(POLL_SECONDS)
@@ -162,8 +167,9 @@ def wait_until(is_true: Callable[[], bool], description: str) -> None:
 def join_group(address: str, rank: int, size: int, backend: str) -> Any:
     """Create a torch.distributed group independent of the process's default group. Collective.
 
-    torch has no public function for a group of processes with different default groups; OpenRLHF and verl use the
-    same private one. tests/integration/test_tensor_parallel.py fails if it changes.
+    torch has no public function for a group of processes with different default groups; OpenRLHF
+    and verl use the same private one. tests/integration/test_tensor_parallel.py fails if it
+    changes.
     """
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
     from torch.distributed.rendezvous import rendezvous

@@ -16,7 +16,10 @@ from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan
 CHUNK_NUMEL = 2**22  # elements per checksum step on a device
 MULTIPLIER = 0x1E3779B97F4A7C15  # odd, below 2**61: gives each position a different weight
 
-_ADVICE = "rollouts would use wrong weights; start the training again to continue from the last checkpoint"
+_ADVICE = (
+    "rollouts would use wrong weights; start the training again to continue from the last "
+    "checkpoint"
+)
 
 Checksums = dict[str, tuple[int, ...]]  # by tensor: one checksum per rank's rows, in order
 
@@ -35,7 +38,8 @@ def checksums(tensor: torch.Tensor, planned: PlannedTensor) -> tuple[int, ...]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a 64-bit checksum of the tensor's bytes: xxh3 on a CPU, a position-weighted sum elsewhere.
+    """Return a 64-bit checksum of the tensor's bytes: xxh3 on a CPU, a position-weighted sum
+    elsewhere.
 
     Checksums from different kinds of device are not comparable.
     """
@@ -47,7 +51,9 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def weighted_sum(flat: torch.Tensor) -> int:
-    """Return the sum of 16-bit words times position weights modulo 2**64, computed on the tensor's [N] device."""
+    """Return the sum of 16-bit words times position weights modulo 2**64, computed on the tensor's
+    [N] device.
+    """
     words = flat.view(torch.int16)
     total = 0
     for start in range(0, words.numel(), CHUNK_NUMEL):
@@ -76,24 +82,28 @@ def require_arrived(
     unsent = sorted(plan.tensors.keys() - sent.keys())
     if unsent:
         raise RolloutError(
-            f"the policy ranks did not send {sample_of(unsent)} of {len(plan.tensors)} tensors of policy version "
+            f"the policy ranks did not send {sample_of(unsent)} of {len(plan.tensors)} tensors of "
+            "policy version "
             f"{policy_version}: {_ADVICE}"
         )
     for process, result in loaded.items():
         missing = [name for name in sent if name not in result.checksums]
         if missing:
             raise RolloutError(
-                f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy version "
+                f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy "
+                "version "
                 f"{policy_version}: {_ADVICE}"
             )
         wrong = [name for name in sent if result.checksums[name] != sent[name]]
         if wrong:
             raise RolloutError(
-                f"{process} loaded different bytes than the policy ranks sent for {sample_of(wrong)} of "
+                f"{process} loaded different bytes than the policy ranks sent for "
+                f"{sample_of(wrong)} of "
                 f"{len(sent)} tensors of policy version {policy_version}: {_ADVICE}"
             )
         if result.policy_version != policy_version:
             raise RolloutError(
-                f"{process} has policy version {result.policy_version} after {policy_version} was published: "
+                f"{process} has policy version {result.policy_version} after {policy_version} was "
+                "published: "
                 f"{_ADVICE}"
             )

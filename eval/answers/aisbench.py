@@ -1,6 +1,8 @@
-"""AISBench's string rule for math_prm800k_500_0shot_cot_gen, to make accuracies comparable with published ones.
+"""AISBench's string rule for math_prm800k_500_0shot_cot_gen, to make accuracies comparable with
+published ones.
 
-It reproduces AISBench's results in linear time, where AISBench's own code is quadratic in hostile text.
+It reproduces AISBench's results in linear time, where AISBench's own code is quadratic in hostile
+text.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ _BRACED = re.compile(r"^\{(.*)\}$")
 def without_thinking(text: str) -> str:
     """Strip thinking from a chat response as AISBench's `extract_non_reasoning_content` does.
 
-    Drops every <think>...</think>, or without any <think> everything up to the last </think>. Unclosed thinking
-    stays.
+    Drops every <think>...</think>, or without any <think> everything up to the last </think>.
+    Unclosed thinking stays.
     """
     if "<think>" not in text:
         return text.rpartition("</think>")[2].strip()
@@ -30,9 +32,9 @@ def without_thinking(text: str) -> str:
 def extract_aisbench(text: str) -> tuple[str, bool]:
     """Return (answer, whether AISBench's own code would raise) for a response.
 
-    The answer is the last non-empty \\boxed with matching braces, else the last \\fbox. Without a box it is the
-    first sentence with a cue, else the first sentence, normalised. AISBench raises if anything but `{` follows the
-    macro; here the content of the braces is the answer.
+    The answer is the last non-empty \\boxed with matching braces, else the last \\fbox. Without a
+    box it is the first sentence with a cue, else the first sentence, normalised. AISBench raises if
+    anything but `{` follows the macro; here the content of the braces is the answer.
     """
     content, raises = _last_box(text)
     if content:
@@ -43,7 +45,9 @@ def extract_aisbench(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    """Return (content of the last box, whether AISBench raises on it), or (None, False) without a box."""
+    """Return (content of the last box, whether AISBench raises on it), or (None, False) without a
+    box.
+    """
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -67,10 +71,11 @@ def _last_box(text: str) -> tuple[str | None, bool]:
 
 
 def is_equal_aisbench(answer: str, gold: str) -> bool:
-    """True if two answers are equal strings, raw or under either or both of AISBench's normalisations.
+    """True if two answers are equal strings, raw or under either or both of AISBench's
+    normalisations.
 
-    There are no numbers and no algebra: `0.5` is not `\\frac12`. AISBench's false equalities (`1,2` is `12`,
-    `3 \\cdot 4` is `34`) are reproduced, because published figures include them.
+    There are no numbers and no algebra: `0.5` is not `\\frac12`. AISBench's false equalities (`1,2`
+    is `12`, `3 \\cdot 4` is `34`) are reproduced, because published figures include them.
     """
     if answer == gold:
         return True
@@ -127,7 +132,9 @@ def strip_latex(text: str) -> str | None:
 
 
 def _full_fractions(text: str) -> str:
-    """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if fewer than two characters follow one."""
+    """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if fewer than two characters
+    follow one.
+    """
     head, *pieces = text.split("\\frac")
     fixed = [head]
     for piece in pieces:
@@ -142,7 +149,9 @@ def _full_fractions(text: str) -> str:
 
 
 def _plain_fraction(text: str) -> str | None:
-    """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion to an integer raises."""
+    """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion to an integer
+    raises.
+    """
     sides = text.split("/")
     if len(sides) != 2:
         return text

@@ -1,6 +1,7 @@
 r"""Finds the options A to G that a response names.
 
-Prompts such as CFLUE's ask for \boxed{A}; models write \boxed{A}\boxed{C}, \boxed{AC}, `Answer: A, C`, `答案：AC`.
+Prompts such as CFLUE's ask for \boxed{A}; models write \boxed{A}\boxed{C}, \boxed{AC}, `Answer: A,
+C`, `答案：AC`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ _ANSWER_LINE = re.compile(
 )
 _OPENING = re.compile(r"[\s$*(\[\"'“【]*(?:options?|choices?|选项?)?[\s:(\[]*", re.IGNORECASE)
 _LETTERS = re.compile(r"([A-G]+)(?![A-Za-z0-9])" + _JOINED)
-# The letter belongs to an English word or sentence (`A bank`, `A-level`), or to a Chinese word (`A股`).
+# The letter belongs to an English word or sentence (`A bank`, `A-level`), or to a Chinese word
+# (`A股`).
 _IN_A_WORD = re.compile(r"[-’]?[A-Za-z0-9]|(?!选项|[两三四五]?项|正确|对)[^\W_]")
 
 
 def find_options(response: str) -> str:
     """Return the options that a response answers with, sorted, such as "ACD"; "" without an answer.
 
-    Thinking (before the last `</think>`) is ignored. Within the last <answer>, if any, the answer is the last
-    row of boxes, else the last line `Answer:` or `答案：` that names options, else the whole text if it is one
-    line. Takes linear time.
+    Thinking (before the last `</think>`) is ignored. Within the last <answer>, if any, the answer
+    is the last row of boxes, else the last line `Answer:` or `答案：` that names options, else the
+    whole text if it is one line. Takes linear time.
     """
     text, is_thinking = after_thinking(response)
     if is_thinking:

@@ -1,4 +1,5 @@
-"""The exact rule: decides whether two answers mean the same. Runs in the grader's process; takes milliseconds.
+"""The exact rule: decides whether two answers mean the same. Runs in the grader's process; takes
+milliseconds.
 
 Design choices (each has rows in tests/answers/pairs.tsv):
 - a value may be written in any exact form, but not rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
@@ -165,7 +166,9 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
 
 
 def _same_point(prediction: Point, gold: Point) -> bool:
-    """Compare in order. `[1, 2]` is an interval, `(1, 2)` an open one or a point; longer ones are points."""
+    """Compare in order. `[1, 2]` is an interval, `(1, 2)` an open one or a point; longer ones are
+    points.
+    """
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
     if brackets[0] != brackets[1] and (
@@ -220,7 +223,9 @@ _MIRRORED = str.maketrans("<>≤≥", "><≥≤")
 
 
 def _same_relation(prediction: Relation, gold: Relation) -> bool:
-    """Chains need the same sides, possibly mirrored; single relations may also differ by a constant factor."""
+    """Chains need the same sides, possibly mirrored; single relations may also differ by a constant
+    factor.
+    """
     if len(prediction.sides) != len(gold.sides):
         return False
     mirrored = Relation(
@@ -328,8 +333,8 @@ _HALF_DAY = 12 * 3600
 def _same_time(prediction: str, gold: str) -> bool | None:
     """Compare times of day; None unless both are one. `3:00` and `5:00` are not ratios.
 
-    If the gold answer has no a.m. or p.m., either matches. If only the gold answer has one, 16:30 is 4:30 p.m.,
-    but 4:30 is not.
+    If the gold answer has no a.m. or p.m., either matches. If only the gold answer has one, 16:30
+    is 4:30 p.m., but 4:30 is not.
     """
     times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
     if times[0] is None or times[1] is None:

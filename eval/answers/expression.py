@@ -1,7 +1,8 @@
-"""Parses plain notation (eval.answers.latex) into expression trees: nested tuples that begin with their kind.
+"""Parses plain notation (eval.answers.latex) into expression trees: nested tuples that begin with
+their kind.
 
-("num", Fraction)  ("var", name)  ("const", name)  ("neg", a)  ("add" | "sub" | "mul" | "div" | "pow", a, b)
-("pm", +1 | -1, a, b)  ("call", name, argument, ...)  ("deg", a)  ("inf",)
+("num", Fraction)  ("var", name)  ("const", name)  ("neg", a)  ("add" | "sub" | "mul" | "div" |
+"pow", a, b) ("pm", +1 | -1, a, b)  ("call", name, argument, ...)  ("deg", a)  ("inf",)
 """
 
 from __future__ import annotations
@@ -269,7 +270,9 @@ class _Parser:
         return ("call", "root", self.argument(whole_number=True), index)
 
     def argument(self, whole_number: bool = False) -> Node:
-        """A braced argument; without braces the next digit or primary, or the whole number under a root."""
+        """A braced argument; without braces the next digit or primary, or the whole number under a
+        root.
+        """
         kind, value = self.peek()
         if kind != "number" or whole_number or len(value) == 1:
             return self.primary()
@@ -279,7 +282,9 @@ class _Parser:
         return ("num", Fraction(value[0]))
 
     def function(self, name: str) -> Node:
-        """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the argument is the product."""
+        """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the argument is the
+        product.
+        """
         base: Node | None = None
         power: Node | None = None
         while True:
@@ -396,7 +401,9 @@ def _split_word(word: str) -> list[tuple[str, str]]:
 
 
 def _number_of(text: str) -> Fraction:
-    """Return the exact value of a number in decimal or scientific notation, or of a repeating decimal."""
+    """Return the exact value of a number in decimal or scientific notation, or of a repeating
+    decimal.
+    """
     if len(text) > MAX_DIGITS:
         raise NotReadableError("too many digits")
     repeating = re.fullmatch(r"(\d*)\.(\d*)\s*\\\w+\s*\{\s*(\d+)\s*\}", text)

@@ -72,10 +72,10 @@ _MAX_TAIL = 40
 def find_answer(response: str) -> Found:
     """Find the final answer after the thinking.
 
-    It is the last \\boxed{} with matching braces, else the last \\fbox{}, joined with adjacent ones (`\\boxed{1}
-    or \\boxed{2}`); else the text after the last cue such as `Answer:`, `the answer is`, `####`, `答案是`; else
-    the whole response if it is a bare formula. If the last box or the thinking does not close, there is no
-    answer.
+    It is the last \\boxed{} with matching braces, else the last \\fbox{}, joined with adjacent ones
+    (`\\boxed{1} or \\boxed{2}`); else the text after the last cue such as `Answer:`, `the answer
+    is`, `####`, `答案是`; else the whole response if it is a bare formula. If the last box or the
+    thinking does not close, there is no answer.
     """
     text, is_thinking = after_thinking(response)
     text = text[-MAX_CHARS:]
@@ -99,13 +99,16 @@ def extract_answer(response: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None. Takes linear time."""
+    """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None. Takes
+    linear time.
+    """
     boxes, _ = find_boxes(text)
     return boxes[-1].content if boxes else None
 
 
 def after_thinking(text: str) -> tuple[str, bool]:
-    """Return (text after the last </think>, False), or (text, True) if thinking begins but does not end.
+    """Return (text after the last </think>, False), or (text, True) if thinking begins but does not
+    end.
 
     Text after an end-of-turn token is dropped.
     """
@@ -159,14 +162,18 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
 
 
 def _inside(boxes: list[Box], start: int) -> bool:
-    """True if a box that starts here contains one that is already closed: the inner one is the answer."""
+    """True if a box that starts here contains one that is already closed: the inner one is the
+    answer.
+    """
     return bool(boxes) and boxes[-1].start > start
 
 
 def boxes_side_by_side(
     boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN
 ) -> list[Box]:
-    """Return the last box with the boxes before it, as long as only a comma, "or" or the like separates them."""
+    """Return the last box with the boxes before it, as long as only a comma, "or" or the like
+    separates them.
+    """
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
         gap = text[box.end : run[0].start]
@@ -224,7 +231,9 @@ def _unwrap(line: str) -> str | None:
 
 
 def _readings(sentence: str) -> list[str | None]:
-    """Return the possible answers in a sentence such as "The largest $n$ is 34, since ...", most likely first."""
+    """Return the possible answers in a sentence such as "The largest $n$ is 34, since ...", most
+    likely first.
+    """
     stated = _stated(_REASON.sub("", sentence))
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]

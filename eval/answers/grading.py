@@ -1,4 +1,6 @@
-"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, and training scorers."""
+"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, and training
+scorers.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ GraderName = Literal["mathematics", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
 SCORER_RULES = "scorer-"  # prefix of the rules of evaluate.scorer
-# Reasons that mean the model ended the response itself (vLLM and OpenAI, TGI, Anthropic). Any other reason, such
-# as length, abort, content_filter or error, means it was cut off.
+# Reasons that mean the model ended the response itself (vLLM and OpenAI, TGI, Anthropic). Any other
+# reason, such as length, abort, content_filter or error, means it was cut off.
 _FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
 _MAX_FAILURES = 16  # of a scorer that never returned a score
 
@@ -35,8 +37,8 @@ Comparison = Callable[[Found, str], bool]  # (answer found, gold) -> equal
 class Grade(NamedTuple):
     """Verdicts of both rules on one response.
 
-    `answer` and `verdict` come from the exact rule, the headline. AISBench's rule only knows right and wrong and
-    ignores how the response ended.
+    `answer` and `verdict` come from the exact rule, the headline. AISBench's rule only knows right
+    and wrong and ignores how the response ended.
     """
 
     answer: str | None
@@ -105,8 +107,8 @@ class Grader:
 class ChoiceGrader(Grader):
     """Right if the response names exactly the gold options, in any order, and was not cut off.
 
-    AISBench has no string rule for such sets. Its columns hold the same comparison, applied to truncated responses
-    too.
+    AISBench has no string rule for such sets. Its columns hold the same comparison, applied to
+    truncated responses too.
     """
 
     rule = "choice-letters/3"
@@ -141,14 +143,16 @@ class LikelihoodGrader(Grader):
 class ScorerGrader(Grader):
     """Grades with a training scorer: right if `acc`, by default the score, is at least 1.
 
-    The scorer runs in killable processes and sees what it sees in training: the whole text, including thinking
-    that the server left in it. A call that fails or times out is graded wrong and counted. A scorer whose first
-    16 calls all fail is not called again. AISBench's columns repeat the verdict, regardless of how the response
-    ended.
+    The scorer runs in killable processes and sees what it sees in training: the whole text,
+    including thinking that the server left in it. A call that fails or times out is graded wrong
+    and counted. A scorer whose first 16 calls all fail is not called again. AISBench's columns
+    repeat the verdict, regardless of how the response ended.
     """
 
     def __init__(self, pool: Pool, scorer: str | None, rule: str) -> None:
-        """`pool` calls the function of dapo_core.reward.custom.load_scorer with `scorer` as its first argument."""
+        """`pool` calls the function of dapo_core.reward.custom.load_scorer with `scorer` as its
+        first argument.
+        """
         self.rule = rule
         self._pool, self._scorer = pool, scorer
         self._lock = threading.Lock()
@@ -187,7 +191,8 @@ class ScorerGrader(Grader):
         except StartFailed as error:
             kind = EvaluationError if error.failure is None else InputError
             raise kind(
-                f"{self.rule}: a scoring process {error}; correct evaluate.scorer\n{error.failure or ''}"
+                f"{self.rule}: a scoring process {error}; correct "
+                f"evaluate.scorer\n{error.failure or ''}"
             ) from None
         self._has_scored = True
         details = {"score": score, "acc": acc}
@@ -215,8 +220,8 @@ def _kind_of(error: CallFailed) -> str:
 class MathGrader(Grader):
     """The exact rule, run in a killable process unless strings or plain numbers decide.
 
-    A row that exceeds `timeout_seconds` or `memory_bytes` is graded wrong and counted. The process starts when the
-    first row needs it.
+    A row that exceeds `timeout_seconds` or `memory_bytes` is graded wrong and counted. The process
+    starts when the first row needs it.
     """
 
     rule = "exact/5+aisbench-v2/2"
@@ -263,7 +268,8 @@ class MathGrader(Grader):
             return False
         except StartFailed as error:
             raise EvaluationError(
-                f"the grading process {error}; its output is in the log. The memory limit may be too low: "
+                f"the grading process {error}; its output is in the log. The memory limit may be "
+                "too low: "
                 f"{self.memory_bytes:,} bytes."
             ) from None
 
@@ -290,7 +296,8 @@ def grader_of(rule: str) -> GraderName:
     """
     if rule.startswith(SCORER_RULES):
         raise InputError(
-            f"these responses were graded by {rule}, which needs their problems: repeat `dapo eval` with the same "
+            f"these responses were graded by {rule}, which needs their problems: repeat `dapo "
+            "eval` with the same "
             "settings to regrade stored responses without asking the model"
         )
     kinds = {kind.rule.partition("/")[0]: name for name, kind in GRADERS.items()}
@@ -298,7 +305,9 @@ def grader_of(rule: str) -> GraderName:
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
-    """Return the comparison for a grading process, with mpmath loaded before the first row's time limit starts."""
+    """Return the comparison for a grading process, with mpmath loaded before the first row's time
+    limit starts.
+    """
     is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
     return lambda found, gold: is_gold_exact(Found(*found), gold)
 
@@ -306,8 +315,8 @@ def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
 def is_gold_exact(found: Found, gold: str) -> bool:
     """True if the answer found in a response equals the gold answer under the exact rule.
 
-    Adjacent boxes are a list of answers, or one answer in several forms. If the gold answer is a list, all boxes
-    of the response together may be that list.
+    Adjacent boxes are a list of answers, or one answer in several forms. If the gold answer is a
+    list, all boxes of the response together may be that list.
     """
     from eval.answers.exact import is_equal_exact, is_list
 
@@ -331,11 +340,13 @@ def grade(
 ) -> Grade:
     """Grade one response in this process, without limits; None stands for a failed request.
 
-    The exact rule always ignores thinking; AISBench's does so only for responses of a chat API (`is_chat`).
+    The exact rule always ignores thinking; AISBench's does so only for responses of a chat API
+    (`is_chat`).
 
-    A response stopped by the length limit or by the server is `truncated` whatever it contains: a box halfway
-    through a solution is not the answer the model would have given. Without a finish reason the text decides:
-    unclosed thinking or an unclosed box, or long text after the answer that breaks off.
+    A response stopped by the length limit or by the server is `truncated` whatever it contains: a
+    box halfway through a solution is not the answer the model would have given. Without a finish
+    reason the text decides: unclosed thinking or an unclosed box, or long text after the answer
+    that breaks off.
     """
     if response is None:
         return _REQUEST_FAILED
@@ -385,6 +396,8 @@ def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Parse an integer or decimal with optional thousands separators and dollar signs, else return None."""
+    """Parse an integer or decimal with optional thousands separators and dollar signs, else return
+    None.
+    """
     match = _PLAIN_NUMBER.fullmatch(text.strip(" $"))
     return Fraction(match.group().replace(",", "").rstrip(".")) if match else None

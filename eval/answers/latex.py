@@ -1,7 +1,9 @@
-"""Normalises answers as models type them (LaTeX, Markdown, plain text, Unicode, Chinese) to one plain notation.
+"""Normalises answers as models type them (LaTeX, Markdown, plain text, Unicode, Chinese) to one
+plain notation.
 
-In plain notation every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`,
-text is quoted, and only meaningful commands remain (`\\frac \\sqrt \\pi`). Nothing is computed here.
+In plain notation every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices
+`⟦a&b⏎c&d⟧`, text is quoted, and only meaningful commands remain (`\\frac \\sqrt \\pi`). Nothing is
+computed here.
 """
 
 from __future__ import annotations
@@ -326,7 +328,9 @@ _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})
 
 
 def clean(text: str) -> str:
-    """Return the answer in plain notation, or '' if it is too long to parse; then only equal strings match."""
+    """Return the answer in plain notation, or '' if it is too long to parse; then only equal
+    strings match.
+    """
     if len(text) > MAX_ANSWER_CHARS:
         return ""
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)

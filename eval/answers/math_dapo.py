@@ -9,7 +9,8 @@ import functools
 import re
 
 WINDOW_CHARACTERS = 300
-# Minerva's normalisation (arXiv:2206.14858, appendix D.1), the basis of verl's and AISBench's. Order matters.
+# Minerva's normalisation (arXiv:2206.14858, appendix D.1), the basis of verl's and AISBench's.
+# Order matters.
 MINERVA_REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -93,7 +94,9 @@ _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def answer_line(response: str) -> str | None:
-    """Return the text after the last `Answer:` in the last 300 characters, on the same line or the next."""
+    """Return the text after the last `Answer:` in the last 300 characters, on the same line or the
+    next.
+    """
     lines = _ANSWER.findall(response[-WINDOW_CHARACTERS:])
     return lines[-1] if lines else None
 
@@ -122,8 +125,8 @@ def normalize_as_verl(answer: str) -> str:
 def normalize(answer: str) -> str:
     """Strip units, spacing, LaTeX wrappers, dollar signs and thousands separators from an answer.
 
-    If the text contains a formula in dollar signs, only the formula is kept. docs/departures.md lists the
-    differences from verl.
+    If the text contains a formula in dollar signs, only the formula is kept. docs/departures.md
+    lists the differences from verl.
     """
     answer = answer.split("=")[-1]
     for old, new in MINERVA_REPLACED[:7]:

@@ -1,7 +1,8 @@
 """Compares the values of two expression trees, exactly or to 45 digits at random points.
 
-Different algebraic or elementary expressions do not agree to 45 digits at several random points, so agreement
-means equality, and a decimal approximation is not equal. Unlike simplification, the cost is bounded.
+Different algebraic or elementary expressions do not agree to 45 digits at several random points, so
+agreement means equality, and a decimal approximation is not equal. Unlike simplification, the cost
+is bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class NoValueError(ArithmeticError):
 
 
 def exact_value(node: Node) -> Fraction | None:
-    """Return the value of a tree of rational operations; None for other trees and for values too large."""
+    """Return the value of a tree of rational operations; None for other trees and for values too
+    large.
+    """
     try:
         return _exact(node)
     except ArithmeticError:
@@ -121,7 +124,9 @@ def ratio_of(left: Node, right: Node) -> float | None:
 
 
 def sign_of_difference(left: Node, right: Node) -> int | None:
-    """Return -1, 0 or 1 if left is below, equal to or above right; None unless both are real numbers."""
+    """Return -1, 0 or 1 if left is below, equal to or above right; None unless both are real
+    numbers.
+    """
     if left == right or (left[0] != "inf" and right[0] != "inf" and is_same_value(left, right)):
         return 0
     infinite = [_infinite_sign(node) for node in (left, right)]
@@ -186,7 +191,9 @@ def _tolerance() -> Any:
 def _values_at(
     left: Node, right: Node, names: frozenset[str], point: int, log_base: str
 ) -> tuple[Any, Any] | None:
-    """Evaluate both at a point, as complex numbers. At points with a negative index, variables may be negative."""
+    """Evaluate both at a point, as complex numbers. At points with a negative index, variables may
+    be negative.
+    """
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:

@@ -1,7 +1,8 @@
-"""Runs calls in killable processes with time and memory limits; exceeding one kills only that process.
+"""Runs calls in killable processes with time and memory limits; exceeding one kills only that
+process.
 
-Each process has a thread that sends one call at a time and waits for the reply, so a pool can be used from any
-thread. The processes load only what their function imports.
+Each process has a thread that sends one call at a time and waits for the reply, so a pool can be
+used from any thread. The processes load only what their function imports.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class CallTimedOut(CallFailed):
 
 
 class StartFailed(Exception):
-    """A process did not start. `exit_code` is None if it was still running; `failure` is an import traceback."""
+    """A process did not start. `exit_code` is None if it was still running; `failure` is an import
+    traceback.
+    """
 
     def __init__(
         self, message: str, exit_code: int | None = None, failure: str | None = None
@@ -51,7 +54,9 @@ class StartFailed(Exception):
 
 
 class Pool:
-    """Processes that run the function returned by calling `maker` ("module:function") with `arguments`."""
+    """Processes that run the function returned by calling `maker` ("module:function") with
+    `arguments`.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,9 @@ class Pool:
             start.result()
 
     def submit(self, *call: Any) -> Future[Any]:
-        """Submit a call with picklable arguments and a JSON result; it may raise CallFailed or StartFailed."""
+        """Submit a call with picklable arguments and a JSON result; it may raise CallFailed or
+        StartFailed.
+        """
         return self._threads.submit(self._run, call)
 
     def close(self) -> None:
@@ -139,7 +146,8 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # prints go to the log
                 pass_fds=(child_end.fileno(),),
-                start_new_session=True,  # killable as a group, and out of reach of Ctrl-C in a terminal
+                # killable as a group, and out of reach of Ctrl-C in a terminal
+                start_new_session=True,
             )
         finally:
             child_end.close()
@@ -173,7 +181,9 @@ class _Process:
         return None if popen is None else popen.wait()
 
     def _ended(self) -> int | None:
-        """Return the exit code of a process that closed its pipe, which happens shortly before it ends."""
+        """Return the exit code of a process that closed its pipe, which happens shortly before it
+        ends.
+        """
         if self.popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(END_SECONDS)

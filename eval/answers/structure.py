@@ -57,7 +57,8 @@ _REMARKS = re.compile(
 )
 _AROUND = r'[\s".(){}]*'
 _EMPTY = re.compile(
-    rf"(?i){_AROUND}((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?"
+    rf"(?i){_AROUND}((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the "
+    rf")?empty( set)?"
     rf"|∅|⦃ *⦄|无解){_AROUND}"
 )
 _ALL_REALS = re.compile(
@@ -146,7 +147,9 @@ _JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
 
 
 def split_top(plain: str) -> tuple[list[str], list[str]]:
-    """Split a list into (answers, joiners), a joiner being "," or "or". Returns one answer if it is not a list."""
+    """Split a list into (answers, joiners), a joiner being "," or "or". Returns one answer if it is
+    not a list.
+    """
     marked = _JOINED_TEXT.sub(
         lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain
     )
@@ -156,7 +159,9 @@ def split_top(plain: str) -> tuple[list[str], list[str]]:
 
 
 def _combined(items: list[Answer], has_or: bool) -> Answer:
-    """Combine answers to a list. Values with different names form a point, intervals joined by "or" a region."""
+    """Combine answers to a list. Values with different names form a point, intervals joined by "or"
+    a region.
+    """
     names = [item.name for item in items if isinstance(item, Named)]
     values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
@@ -380,7 +385,9 @@ def _read_value(text: str) -> Answer:
 
 
 def expanded(node: Node) -> list[Node]:
-    """Return the two expressions that ± stands for, upper signs first, or the expression if it has none."""
+    """Return the two expressions that ± stands for, upper signs first, or the expression if it has
+    none.
+    """
     upper = _with_sign(node, 1)
     return [node] if upper == node else [upper, _with_sign(node, -1)]
 

@@ -131,12 +131,15 @@ _CHINESE = re.compile(r"(?<=[\d)}%])\s*[\u4e00-\u9fff]+$")
 
 # A speed or density in plain text, only after a number and a space: a/b stays mathematics.
 _PLAIN_QUOTIENT = re.compile(
-    r"(?<=[\d}]) ((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)(?:\^\{?[23]\}?)?)$"
+    r"(?<=[\d}]) "
+    r"((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)(?:\^\{?[23]\}?)?)$"
 )
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
-    """Split an answer in plain notation into (expression, unit, factor such as 10**6 for "million")."""
+    """Split an answer in plain notation into (expression, unit, factor such as 10**6 for
+    "million").
+    """
     text = _PLAIN_QUOTIENT.sub(r' "\1"', _CHINESE.sub("", text))
     unit: list[str] = []
     factor = Fraction(1)
@@ -167,7 +170,9 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
 
 
 def canonical_unit(words: str) -> tuple[str, str] | None:
-    """Return a canonical (unit, power), ("cm", "2") for "square centimeters", or None for other words."""
+    """Return a canonical (unit, power), ("cm", "2") for "square centimeters", or None for other
+    words.
+    """
     power = ""
     base = None
     for word in re.sub(r"\^", " ^", words).replace("-", " ").split():

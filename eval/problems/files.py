@@ -28,8 +28,8 @@ BATCH_ROWS = 1000
 def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
     """Read all problems of a file or folder, with the first schema whose columns it has.
 
-    Raises ProblemsError for a file that is unreadable or lacks columns, and for unusable rows, with their count
-    and first row numbers.
+    Raises ProblemsError for a file that is unreadable or lacks columns, and for unusable rows, with
+    their count and first row numbers.
     """
     problems, faults = [], dict[str, list[int]]()
     for number, _, problem in iterate_problems(path, schemas):
@@ -55,7 +55,8 @@ def iterate_problems(
 ) -> Iterator[tuple[int, Row, Problem | Unusable]]:
     """Yield (row number, row, problem or why it is unusable), holding one batch in memory.
 
-    A problem without an id gets `row-N`. Raises ProblemsError for a file that is unreadable or lacks columns.
+    A problem without an id gets `row-N`. Raises ProblemsError for a file that is unreadable or
+    lacks columns.
     """
     yield from problems_of(path, iterate_rows(path, schemas), schemas)
 
@@ -81,14 +82,17 @@ def problems_of(
 
 
 def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema]) -> Schema:
-    """Return the first schema whose columns the file has. Raises ProblemsError naming the missing columns."""
+    """Return the first schema whose columns the file has. Raises ProblemsError naming the missing
+    columns.
+    """
     for schema in schemas:
         if set(columns).issuperset(schema.columns):
             return schema
     known = " or ".join(", ".join(schema.columns) for schema in schemas)
     missing = ", ".join(name for name in schemas[0].columns if name not in columns)
     raise ProblemsError(
-        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); readable schemas: {known}. "
+        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); readable "
+        f"schemas: {known}. "
         "Map other names with data.columns, for example data.columns.problem=question and "
         "data.columns.answer=result"
     )
@@ -100,10 +104,11 @@ def columns_of(path: Path) -> list[str]:
 
 
 def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """Return distinct problems with their row counts; rows with the same prompt are samples of one problem.
+    """Return distinct problems with their row counts; rows with the same prompt are samples of one
+    problem.
 
-    Raises ProblemsError if such rows have different gold answers, or if different problems share an id, since
-    results are paired by id.
+    Raises ProblemsError if such rows have different gold answers, or if different problems share an
+    id, since results are paired by id.
     """
     rows: dict[Any, list[int]] = {}
     for number, problem in enumerate(problems):
@@ -116,7 +121,8 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
         raise ProblemsError(
-            f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); rows with the same "
+            f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); "
+            "rows with the same "
             "prompt are samples of one problem: correct the file"
         )
     distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
@@ -124,17 +130,20 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     repeated = [identity for (_, identity), count in counts.items() if count > 1]
     if repeated:
         raise ProblemsError(
-            f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); results are "
+            f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); "
+            "results are "
             "paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
         )
     return distinct
 
 
 def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Row]]:
-    """Yield non-empty batches of rows from a file, or from all files in a folder, which share one format.
+    """Yield non-empty batches of rows from a file, or from all files in a folder, which share one
+    format.
 
-    pyarrow reads parquet, only the columns of the matching schema. `datasets` streams other formats without
-    leaving files in the user's cache, except for AISBench's JSON object of rows by index. Raises ProblemsError.
+    pyarrow reads parquet, only the columns of the matching schema. `datasets` streams other formats
+    without leaving files in the user's cache, except for AISBench's JSON object of rows by index.
+    Raises ProblemsError.
     """
     files = files_of(path)
     if files[0].suffix == ".parquet":
@@ -150,7 +159,9 @@ def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Ro
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file, or the files of a folder. Raises ProblemsError if there are none, or several formats."""
+    """Return the file, or the files of a folder. Raises ProblemsError if there are none, or several
+    formats.
+    """
     files = [path]
     if path.is_dir():
         files = sorted(
@@ -159,12 +170,15 @@ def files_of(path: Path) -> list[Path]:
     if not files or not files[0].is_file():
         where = f" in {Path.cwd()}" if not path.is_absolute() else ""
         raise ProblemsError(
-            f"{path} is not a file, nor a folder of problem files{where}; name a registered set (dapo datasets), "
-            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
+            f"{path} is not a file, nor a folder of problem files{where}; name a registered set "
+            "(dapo datasets), "
+            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or "
+            "https://...#sha256=..."
         )
     if files[0].suffix not in FORMATS:
         raise ProblemsError(
-            f"{path} ends in {path.suffix!r}; a problem file must end in one of {', '.join(FORMATS)}"
+            f"{path} ends in {path.suffix!r}; a problem file must end in one of "
+            f"{', '.join(FORMATS)}"
         )
     if len({file.suffix for file in files}) > 1:
         raise ProblemsError(

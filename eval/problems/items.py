@@ -14,8 +14,9 @@ from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
 class Problem:
     """A problem from a file.
 
-    The report groups by `level` and `subject`, which are free text. Files in DAPO-Math-17k's schema also have
-    `messages`, `data_source` and `extra_info`; prepared files have the fields after them too.
+    The report groups by `level` and `subject`, which are free text. Files in DAPO-Math-17k's schema
+    also have `messages`, `data_source` and `extra_info`; prepared files have the fields after them
+    too.
     """
 
     id: str

@@ -20,7 +20,8 @@ DEFAULT = "default"  # the benchmark's own template
 
 @dataclass(frozen=True)
 class Template:
-    """A text around `{problem}`. `stop` ends a response; `system` replaces the file's system message.
+    """A text around `{problem}`. `stop` ends a response; `system` replaces the file's system
+    message.
 
     The template `given` uses the messages of the file, or the bare problem if it has none.
     """
@@ -44,30 +45,37 @@ class Template:
         return before + problem + after
 
 
-# Four original problems in the layout of Minerva's prompt (arXiv:2206.14858, appendix D.2), answers in boxes.
+# Four original problems in the layout of Minerva's prompt (arXiv:2206.14858, appendix D.2), answers
+# in boxes.
 _SHOTS = (
     (
         r"For which real numbers $t$ is $\log_2(9 - t^2)$ defined and not negative?",
-        r"The logarithm is defined for $9 - t^2 > 0$ and is not negative for $9 - t^2 \ge 1$, which includes the"
+        r"The logarithm is defined for $9 - t^2 > 0$ and is not negative for $9 - t^2 \ge 1$, "
+        r"which includes the"
         r" first condition. So $t^2 \le 8$, hence $-2\sqrt{2} \le t \le 2\sqrt{2}$.",
         r"[-2\sqrt{2}, 2\sqrt{2}]",
     ),
     (
         r"What is the remainder when $7^{50}$ is divided by $48$?",
-        r"Since $7^2 = 49$ leaves the remainder $1$, so does $7^{50} = (7^2)^{25}$, which leaves $1^{25} = 1$.",
+        r"Since $7^2 = 49$ leaves the remainder $1$, so does $7^{50} = (7^2)^{25}$, which leaves "
+        r"$1^{25} = 1$.",
         r"1",
     ),
     (
-        r"A bag holds 3 white and 5 black stones. Two are drawn without putting back. What is the probability that"
+        r"A bag holds 3 white and 5 black stones. Two are drawn without putting back. What is the "
+        r"probability that"
         r" they have different colours?",
-        r"There are $\binom{8}{2} = 28$ pairs, of which $3 \cdot 5 = 15$ have one stone of each colour. So the"
+        r"There are $\binom{8}{2} = 28$ pairs, of which $3 \cdot 5 = 15$ have one stone of each "
+        r"colour. So the"
         r" probability is $\frac{15}{28}$.",
         r"\frac{15}{28}",
     ),
     (
-        r"A right triangle has legs of $9$ and $12$ centimetres. How many centimetres is its altitude to the"
+        r"A right triangle has legs of $9$ and $12$ centimetres. How many centimetres is its "
+        r"altitude to the"
         r" hypotenuse?",
-        r"The hypotenuse is $\sqrt{9^2 + 12^2} = 15$. Twice the area is $9 \cdot 12 = 108$ and also $15 h$, so the"
+        r"The hypotenuse is $\sqrt{9^2 + 12^2} = 15$. Twice the area is $9 \cdot 12 = 108$ and "
+        r"also $15 h$, so the"
         r" altitude is $h = \frac{108}{15} = \frac{36}{5}$.",
         r"\frac{36}{5}",
     ),
@@ -87,7 +95,8 @@ TEMPLATES: dict[str, Template] = {
         ),
         Template(
             "cot",
-            "Solve the following mathematics problem. Think step by step, derive each step from the ones before "
+            "Solve the following mathematics problem. Think step by step, derive each step from "
+            "the ones before "
             f"it, and check the result.\n\n{PLACE}\n\n"
             "End with one line that holds the final answer and nothing else, within \\boxed{}.",
         ),
@@ -99,10 +108,11 @@ TEMPLATES: dict[str, Template] = {
 
 
 def find_template(name: str, default: str) -> Template:
-    """Return the template of that name, else read the file of that name, which must contain {problem} once.
+    """Return the template of that name, else read the file of that name, which must contain
+    {problem} once.
 
-    `default` is the name that "default" stands for. A newline at the end of the file is dropped. Raises
-    ProblemsError if there is neither.
+    `default` is the name that "default" stands for. A newline at the end of the file is dropped.
+    Raises ProblemsError if there is neither.
     """
     name = default if name == DEFAULT else name
     if name in TEMPLATES:
@@ -119,7 +129,8 @@ def find_template(name: str, default: str) -> Template:
     text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:
         raise ProblemsError(
-            f"{path} contains {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) needs it "
+            f"{path} contains {PLACE} {text.count(PLACE)} times; a prompt template "
+            "(evaluate.prompt) needs it "
             "exactly once"
         )
     return Template(path.name, text)
@@ -136,7 +147,8 @@ def read_utf8(path: Path) -> str:
 def not_utf8(path: Path, error: UnicodeDecodeError) -> ProblemsError:
     """Return the error for a file that is not UTF-8."""
     return ProblemsError(
-        f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
+        f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as "
+        "UTF-8 text"
     )
 
 

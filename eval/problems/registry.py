@@ -68,7 +68,8 @@ def find_suite(name: str) -> tuple[str, ...]:
     """Return the names of a suite's sets. Raises ProblemsError with the known suites."""
     if name not in SUITES:
         raise ProblemsError(
-            f"{name!r} is not a suite; known: {', '.join(SUITES)}. To evaluate a single set, use --dataset"
+            f"{name!r} is not a suite; known: {', '.join(SUITES)}. To evaluate a single set, use "
+            "--dataset"
         )
     return SUITES[name]
 
@@ -92,7 +93,9 @@ def read_as(
 
 
 def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
-    """True if the set's schema does more than name columns, as with answers inside texts, or options."""
+    """True if the set's schema does more than name columns, as with answers inside texts, or
+    options.
+    """
     return any(
         not {problem.text, problem.gold} <= {str(value) for value in row.values()}
         for row, problem in found
@@ -100,7 +103,9 @@ def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
 
 
 def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
-    """Return the registered set whose schema reads all rows and does more than name columns; None without one."""
+    """Return the registered set whose schema reads all rows and does more than name columns; None
+    without one.
+    """
     return next(
         (
             known
@@ -112,7 +117,9 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
 
 
 def recognize(path: Path) -> ProblemSet:
-    """Return how to read the user's own file: OWN, or a registered set's schema, or columns with usual names."""
+    """Return how to read the user's own file: OWN, or a registered set's schema, or columns with
+    usual names.
+    """
     rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
     if not rows or any(read_as(path, [row], OWN) for row in rows):
         return OWN
@@ -148,7 +155,8 @@ class HeldOut:
 
 
 def read_held_out(path: Path, name: str | None = None) -> HeldOut:
-    """Read the problems of an evaluation file: prepared, of the registered set `name`, or the user's own.
+    """Read the problems of an evaluation file: prepared, of the registered set `name`, or the
+    user's own.
 
     Raises ProblemsError for unusable rows, and for a file that is not the complete set.
     """
@@ -160,13 +168,15 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
         raise ProblemsError(
-            f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name that set, or none"
+            f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name that "
+            "set, or none"
         )
     if len(prepared) == 1:
         known = SETS.get(next(iter(prepared)), known)
     if known.num_items not in (None, len(problems)):
         raise ProblemsError(
-            f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: accuracy would "
+            f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: "
+            "accuracy would "
             "not be comparable with published figures. Use the complete file, or name no benchmark."
         )
     template, grader = known.template, known.grader
@@ -199,9 +209,9 @@ def load_set(
 ) -> EvaluationSet:
     """Load the items of an evaluation file as they are sent to the model.
 
-    `source` is anything `fetch` accepts; None uses the benchmark's default. `prompt` is a template name or file.
-    The mode `loglikelihood` ignores `api` and prepares options to be compared by their log-probs. Raises
-    ProblemsError.
+    `source` is anything `fetch` accepts; None uses the benchmark's default. `prompt` is a template
+    name or file. The mode `loglikelihood` ignores `api` and prepares options to be compared by
+    their log-probs. Raises ProblemsError.
     """
     from eval.problems.sources import fetch  # imports httpx, which scoring processes do not need
 
@@ -240,7 +250,8 @@ def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
     if len(set(counts)) == 1:
         return counts[0]
     logger.warning(
-        "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem is one item, "
+        "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem "
+        "is one item, "
         "sampled evaluate.num_samples times",
         source,
         sum(count > 1 for count in counts),
@@ -251,9 +262,11 @@ def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
 
 
 def _items_with_options(problems: Sequence[Problem], template: Template) -> tuple[Item, ...]:
-    """Make items whose options are the texts of `choices` in extra_info, else the letters listed in the problem.
+    """Make items whose options are the texts of `choices` in extra_info, else the letters listed in
+    the problem.
 
-    The gold answer becomes one of the options. Raises ProblemsError unless exactly one of several is right.
+    The gold answer becomes one of the options. Raises ProblemsError unless exactly one of several
+    is right.
     """
     system = f"{template.system}\n\n" if template.system else ""
     options = [_options_of(problem) for problem in problems]
@@ -286,7 +299,9 @@ class _Options(NamedTuple):
 
 
 def _options_of(problem: Problem) -> _Options:
-    """Return the options of a problem, and its text without a last paragraph that asks a base model for a box."""
+    """Return the options of a problem, and its text without a last paragraph that asks a base model
+    for a box.
+    """
     question, _, last = problem.text.rpartition("\n\n")
     question = question if question and "\\boxed" in last else problem.text
     given = problem.extra_info.get("choices")
@@ -299,8 +314,10 @@ def _options_of(problem: Problem) -> _Options:
         texts = labels = listed if "".join(listed) == _LABELS[: len(listed)] else ()
     if len(texts) < 2:
         raise ProblemsError(
-            f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but this problem has "
-            f"{len(texts)} options and the answer {problem.gold!r}; list options as lines A., B., ... or as "
+            f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but "
+            "this problem has "
+            f"{len(texts)} options and the answer {problem.gold!r}; list options as lines A., B., "
+            "... or as "
             "`choices`, or set evaluate.mode=generate"
         )
     labels = labels or _LABELS[: len(texts)]
@@ -309,10 +326,11 @@ def _options_of(problem: Problem) -> _Options:
 
 
 def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]:
-    """Return the index of each problem's right option, reading the gold answers of a set in one way.
+    """Return the index of each problem's right option, reading the gold answers of a set in one
+    way.
 
-    They are all labels, all texts or all indices from 0. Raises ProblemsError if none of these fits all of them,
-    or if several do and differ.
+    They are all labels, all texts or all indices from 0. Raises ProblemsError if none of these fits
+    all of them, or if several do and differ.
     """
     found = [_readings(*member) for member in members]
     complete = [name for name in _READINGS if all(name in one for one in found)]
@@ -324,8 +342,10 @@ def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]
         )
         fits = ", ".join(f"{counts[name]} are {name}" for name in _READINGS)
         raise ProblemsError(
-            f"evaluate.mode=loglikelihood needs one right option of several, named in one way by all rows: of "
-            f"{len(members)} answers, {fits}. {problem.id} has {len(options.texts)} options and the answer "
+            "evaluate.mode=loglikelihood needs one right option of several, named in one way by "
+            "all rows: of "
+            f"{len(members)} answers, {fits}. {problem.id} has {len(options.texts)} options and "
+            "the answer "
             f"{problem.gold!r}: correct the answers, or set evaluate.mode=generate"
         )
     unclear = [
@@ -336,8 +356,10 @@ def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]
     if unclear:
         first = ", ".join(f"{problem.id}: {problem.gold!r}" for problem in unclear[:3])
         raise ProblemsError(
-            f"all {len(members)} answers can be read as {' and as '.join(complete)} of the options, and "
-            f"{len(unclear)} then mean different options ({first}): write the key `answer` as the option's letter "
+            f"all {len(members)} answers can be read as {' and as '.join(complete)} of the "
+            "options, and "
+            f"{len(unclear)} then mean different options ({first}): write the key `answer` as the "
+            "option's letter "
             "(A, B, ...) or as its index from 0, a JSON integer without quotes"
         )
     return {problem.id: one[complete[0]] for (problem, _), one in zip(members, found, strict=True)}

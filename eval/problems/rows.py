@@ -1,4 +1,6 @@
-"""Rows of problem files: the schemas they are published in, the sets they belong to, and unusable rows."""
+"""Rows of problem files: the schemas they are published in, the sets they belong to, and unusable
+rows.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ class Unusable(ValueError):
 class Schema:
     """A published row format, recognised by its columns.
 
-    `read` turns a row into a problem, with id "" if the row has none, or raises Unusable. `others` are optional
-    columns.
+    `read` turns a row into a problem, with id "" if the row has none, or raises Unusable. `others`
+    are optional columns.
     """
 
     columns: tuple[str, ...]
@@ -70,8 +72,8 @@ class Schema:
 class ProblemSet:
     """A registered set. `train` and `test` map hubs to references, the default hub first.
 
-    `scorer` rewards responses in training, `grader` judges them in evaluation. `template` is the prompt template;
-    `given` uses the messages of the rows.
+    `scorer` rewards responses in training, `grader` judges them in evaluation. `template` is the
+    prompt template; `given` uses the messages of the rows.
     """
 
     name: str
@@ -99,14 +101,17 @@ class ProblemSet:
             return next(iter(sources.values()))
         if hub not in sources:
             raise ProblemsError(
-                f"{self.name} is not registered on data.hub={hub}, only on {', '.join(sources)}; set data.hub to "
+                f"{self.name} is not registered on data.hub={hub}, only on {', '.join(sources)}; "
+                "set data.hub to "
                 "one of these, or name its id there"
             )
         return sources[hub]
 
     @property
     def unpinned(self) -> tuple[Split, ...]:
-        """The splits whose default source names a branch or no revision, so that its rows may change."""
+        """The splits whose default source names a branch or no revision, so that its rows may
+        change.
+        """
         splits: tuple[Split, ...] = ("train", "test")
         sources = {
             split: next(iter((self.train if split == "train" else self.test).values()), "")
@@ -140,7 +145,9 @@ def needed(value: str | None, reason: str) -> str:
 def problem_of(
     row: Row, text: str, gold: str, details: Row | None = None, **fields: Any
 ) -> Problem:
-    """Make a problem with the id, subject and level under their usual names in `details`, by default the row."""
+    """Make a problem with the id, subject and level under their usual names in `details`, by
+    default the row.
+    """
     details = row if details is None else details
     fields.setdefault("subject", text_of(details, "subject", "subfield", "type", "topic", "名称"))
     fields.setdefault("level", text_of(details, "level", "difficulty", "task"))
@@ -149,7 +156,9 @@ def problem_of(
 
 
 def chat_of(value: Any) -> tuple[Message, ...] | None:
-    """Parse a list of {role, content}, or its JSON. None unless it is one and its last message is not blank."""
+    """Parse a list of {role, content}, or its JSON. None unless it is one and its last message is
+    not blank.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -166,10 +175,11 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
 
 
 def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
-    """Read DAPO-Math-17k's schema: {data_source, prompt: [messages], reward_model: {ground_truth}, extra_info}.
+    """Read DAPO-Math-17k's schema: {data_source, prompt: [messages], reward_model: {ground_truth},
+    extra_info}.
 
-    `bare` extracts the problem from the last message. Prepared files add the bare problem, the name of its set
-    and the weight of that set.
+    `bare` extracts the problem from the last message. Prepared files add the bare problem, the name
+    of its set and the weight of that set.
     """
     messages = chat_of(row["prompt"])
     if messages is None:
@@ -205,7 +215,8 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
 
 
 def read_solved(row: Row) -> Problem:
-    """Read MATH's schema: {problem, solution or answer}. Gold is the last box of the solution, else the answer.
+    """Read MATH's schema: {problem, solution or answer}. Gold is the last box of the solution, else
+    the answer.
 
     `choices` holds option texts for evaluate.mode=loglikelihood.
     """
@@ -240,7 +251,9 @@ SOLVED = Schema(
 def guess_columns(
     names: Collection[str], given: Mapping[str, str] | None = None
 ) -> tuple[str | None, str | None]:
-    """Return the columns with problem and answer: as `given`, else by their names, None if no name fits."""
+    """Return the columns with problem and answer: as `given`, else by their names, None if no name
+    fits.
+    """
     given = given or {}
     by_word = {name.lower().strip(): name for name in names if name not in given.values()}
     problem = given.get("problem") or next(
@@ -253,7 +266,9 @@ def guess_columns(
 
 
 def schema_with(problem: str, answer: str) -> Schema:
-    """Return the schema of rows with the problem, a text or a chat, and the answer in these columns."""
+    """Return the schema of rows with the problem, a text or a chat, and the answer in these
+    columns.
+    """
 
     def read(row: Row) -> Problem:
         messages = chat_of(row[problem])

@@ -33,9 +33,9 @@ def fetch(
 ) -> Path:
     """Return the local file or folder of a source, downloading it if necessary.
 
-    Paths are returned unchanged. Files of remote references (see `downloads`) are kept in `cache`, one folder per
-    commit, and verified against their digests each time. Raises ProblemsError for a repository without rows of the
-    split, and DownloadError.
+    Paths are returned unchanged. Files of remote references (see `downloads`) are kept in `cache`,
+    one folder per commit, and verified against their digests each time. Raises ProblemsError for a
+    repository without rows of the split, and DownloadError.
     """
     if not downloads.is_remote(str(source)):
         return Path(source)
@@ -57,8 +57,8 @@ def rows_of(
 ) -> Snapshot:
     """Resolve the files of a reference that hold the rows of a split, without downloading content.
 
-    In a repository these are the parquet files, else the files of another format, whose paths name the split or no
-    split. Raises ProblemsError if that is ambiguous, and DownloadError.
+    In a repository these are the parquet files, else the files of another format, whose paths name
+    the split or no split. Raises ProblemsError if that is ambiguous, and DownloadError.
     """
     snapshot = resolve(reference, "dataset")
     rows = [file for file in snapshot.files if PurePosixPath(file.path).suffix in FORMATS]
@@ -73,7 +73,8 @@ def rows_of(
     if len(formats) != 1:
         listed = ", ".join(file.path for file in snapshot.files[:20])
         raise ProblemsError(
-            f"{reference} has {'files of several formats' if formats else f'no rows to {_USES[split]}'}: name one "
+            f"{reference} has "
+            f"{'files of several formats' if formats else f'no rows to {_USES[split]}'}: name one "
             f"of its files or folders as {reference}/FILE; it has {listed}"
         )
     return replace(snapshot, files=tuple(rows))

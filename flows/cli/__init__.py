@@ -1,4 +1,6 @@
-"""The `dapo` command: run or inspect the chain, or run one stage on plain paths. Heavy imports are in commands."""
+"""The `dapo` command: run or inspect the chain, or run one stage on plain paths. Heavy imports are
+in commands.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ CHAIN_MODULES = (
     "zlib_ng",
 )
 ADVICE = (
-    "This environment only has the evaluation commands: eval, grade, report, compare and datasets. For all: "
-    "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make demo` installs "
+    "This environment only has the evaluation commands: eval, grade, report, compare and datasets. "
+    "For all: "
+    "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make "
+    "demo` installs "
     "both for a CPU"
 )
 
 
 class Commands(TyperGroup):
-    """Adds hints to usage errors: `--set` for KEY=VALUE, `show` for a name after `runs` or `datasets`."""
+    """Adds hints to usage errors: `--set` for KEY=VALUE, `show` for a name after `runs` or
+    `datasets`.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -98,7 +104,9 @@ for group in (chain, migration, history, datasets, operating, cluster, stages, e
 
 
 def main() -> None:
-    """Run the command line. Known errors print a message and exit with 2 if the user must act, else 1."""
+    """Run the command line. Known errors print a message and exit with 2 if the user must act, else
+    1.
+    """
     from dapo_core.errors import DapoError
     from downloads import DownloadError
     from durable import FULL_DISK_ERRORS

@@ -63,7 +63,9 @@ def init(
         Path | None, typer.Option(help="Jinja chat template, for a base model without one.")
     ] = None,
 ) -> None:
-    """Write a commented recipe for your model and data, sized for this machine and your prompt lengths."""
+    """Write a commented recipe for your model and data, sized for this machine and your prompt
+    lengths.
+    """
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
@@ -97,8 +99,8 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
 
     If the store has every output and no Prefect server is configured, only the report is written.
 
-    Exit status: 0 success; 1 failed, a retry may succeed; 2 something has to change first; 3 success, but a gate
-    of evaluate.gates failed; 130 or 143 stopped.
+    Exit status: 0 success; 1 failed, a retry may succeed; 2 something has to change first; 3
+    success, but a gate of evaluate.gates failed; 130 or 143 stopped.
     """
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.preflight.run import require_ready
@@ -267,17 +269,18 @@ def plan(
 ) -> None:
     """Show what a run would do, without running it: each stage, and why it is not cached.
 
-    cached: the output is in the store. building: another process is producing it. resumes: an unfinished attempt
-    continues. damaged: the output changed on disk and is rebuilt. stale: the last run with this run.name used
-    another key, or an input has to be built. runs: not in the store.
+    cached: the output is in the store. building: another process is producing it. resumes: an
+    unfinished attempt continues. damaged: the output changed on disk and is rebuilt. stale: the
+    last run with this run.name used another key, or an input has to be built. runs: not in the
+    store.
 
-    Quick checks run first: model, data, lengths, scorer, devices, disk. Anything that would fail the run is
-    reported up front, all at once, with the keys to change. Warnings follow the table, as do missing devices,
-    memory or clusters, so you can plan a recipe on another machine.
+    Quick checks run first: model, data, lengths, scorer, devices, disk. Anything that would fail
+    the run is reported up front, all at once, with the keys to change. Warnings follow the table,
+    as do missing devices, memory or clusters, so you can plan a recipe on another machine.
 
     --memory shows device memory per phase and, if the recipe does not fit (exit status 2), the smallest change
-    that does. --time estimates a training step from its tokens, FLOPs and device rates, calibrated by the newest
-    run with the same run.name. They can be combined.
+    that does. --time estimates a training step from its tokens, FLOPs and device rates, calibrated
+    by the newest run with the same run.name. They can be combined.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer
@@ -317,7 +320,9 @@ def plan(
 def plan_devices(
     settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool
 ) -> None:
-    """Print memory, time or both; exit with 2 if it does not fit, unless train.allow_oversubscription is set."""
+    """Print memory, time or both; exit with 2 if it does not fit, unless
+    train.allow_oversubscription is set.
+    """
     from dataclasses import asdict
 
     from flows.tables import print_json, print_memory, print_time
@@ -350,10 +355,11 @@ def plan_devices(
     short_help="Print the resolved configuration as YAML.",
 )
 def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Print the resolved configuration (defaults < file < --set) as YAML that is itself a valid recipe.
+    """Print the resolved configuration (defaults < file < --set) as YAML that is itself a valid
+    recipe.
 
-    Standard error shows derived numbers: prompts, responses and tokens per training step, optimizer steps, tokens
-    per device, devices. To hide them: 2> /dev/null.
+    Standard error shows derived numbers: prompts, responses and tokens per training step, optimizer
+    steps, tokens per device, devices. To hide them: 2> /dev/null.
     """
     from dapo_core.config.derived import derive
     from dapo_core.config.loading import dump_config
@@ -379,7 +385,9 @@ def config_explain(
         bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")
     ] = False,
 ) -> None:
-    """Explain keys: meaning, default, bounds, and the stages that a change reruns (with all later stages)."""
+    """Explain keys: meaning, default, bounds, and the stages that a change reruns (with all later
+    stages).
+    """
     from flows.keys import explain, keys_page
 
     if bool(names) == is_page:

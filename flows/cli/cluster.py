@@ -48,8 +48,8 @@ InventoryArgument = Annotated[
 def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
     """Start Ray on every machine of the inventory, head first, and wait until all have joined.
 
-    Before anything starts, each machine is checked: same code, Python and Ray; the interface that reaches the
-    head; a free port; the devices. Nodes that already run are left alone.
+    Before anything starts, each machine is checked: same code, Python and Ray; the interface that
+    reaches the head; a free port; the devices. Nodes that already run are left alone.
     """
     from tasks.nodes.launch import bring_up
     from tasks.nodes.scheduler import machines_of
@@ -76,12 +76,15 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
         else f"'train.ray_address=\"{cluster.address}\"'"
     )
     typer.echo(
-        f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} {machines.resource}\n"
+        f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} "
+        f"{machines.resource}\n"
         f"On any host:         dapo doctor CONFIG --set {key}\n"
         f"                     dapo run CONFIG --set {key}\n"
         "Training finds the token by itself. Other programs need:\n"
-        f"                     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
-        f"Inspect, stop:       dapo cluster status{again}; dapo cluster down{again}{store_option(store)}"
+        "                     export RAY_AUTH_MODE=token "
+        f"RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
+        f"Inspect, stop:       dapo cluster status{again}; dapo cluster "
+        f"down{again}{store_option(store)}"
     )
 
 

@@ -32,9 +32,12 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command(
     "eval",
     epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
-    "Two servers, four samples, your own file: dapo eval --base-url http://a:8000 --base-url http://b:8000 "
-    "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
-    "As in AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
+    "Two servers, four samples, your own file: dapo eval --base-url http://a:8000 --base-url "
+    "http://b:8000 "
+    "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set "
+    "evaluate.temperature=0.6. "
+    "As in AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output "
+    "before "
     "--set evaluate.api=completions",
     short_help="Evaluate a served model.",
 )
@@ -77,7 +80,8 @@ def evaluate(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Evaluate a served model on every item of a dataset or suite; the API key comes from VLLM_API_KEY.
+    """Evaluate a served model on every item of a dataset or suite; the API key comes from
+    VLLM_API_KEY.
 
     Exit status 3 if a gate of evaluate.gates fails; gates that compare two models are only named.
     """
@@ -148,7 +152,8 @@ def _chosen(
         )
     if any(override.partition("=")[0].strip() == "evaluate.benchmarks" for override in overrides):
         raise typer.BadParameter(
-            "cannot be combined with --set evaluate.benchmarks, which names others; remove one of the two",
+            "cannot be combined with --set evaluate.benchmarks, which names others; remove one of "
+            "the two",
             param_hint=given[0],
         )
     from eval.problems.registry import find_suite
@@ -171,7 +176,8 @@ def grade(
         typer.Argument(
             metavar="RESULTS",
             help="Results folder of dapo eval (benchmark or suite), or a results.jsonl; with --output, "
-            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's predictions: file or folder.",
+            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's predictions: file "
+            "or folder.",
         ),
     ],
     output: Annotated[
@@ -181,7 +187,8 @@ def grade(
 ) -> None:
     """Regrade stored responses, without asking the model, and list the verdicts that changed.
 
-    With --output, import another program's responses; the folder can be compared and reported like any other.
+    With --output, import another program's responses; the folder can be compared and reported like
+    any other.
     """
     if output is not None:
         from eval.foreign_logs import import_log
@@ -263,7 +270,9 @@ def _compare(
     metrics: Path | None = None,
     output: Path | None = None,
 ) -> None:
-    """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate failed."""
+    """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate
+    failed.
+    """
     from eval.report import REPORT_PAGE, Provenance, render_markdown
     from eval.suite_report import write_suite_report
     from flows.console import print_markdown
@@ -289,7 +298,8 @@ def compare(
         typer.Argument(
             metavar="SIDE",
             help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or end), or "
-            "latest, latest~1. With --history, any number; default: every run in the store. To compare trainings: "
+            "latest, latest~1. With --history, any number; default: every run in the store. To "
+            "compare trainings: "
             "any number of runs and logs (a metrics file, or a console log of verl or MindSpeed).",
         ),
     ] = None,
@@ -314,8 +324,8 @@ def compare(
 ) -> None:
     """Compare two evaluations of the same items, item by item, or with --history many over time.
 
-    A run stands for its evaluation after training. For two runs, differing configuration keys are listed too.
-    If any side is a training log, training metrics and curves are compared instead.
+    A run stands for its evaluation after training. For two runs, differing configuration keys are
+    listed too. If any side is a training log, training metrics and curves are compared instead.
     """
     from tasks.runs.history import find_evaluation, find_run
 
@@ -354,7 +364,8 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
     for side, run in found.items():
         began = datetime.datetime.fromtimestamp(run.started_at)
         typer.echo(
-            f"- {side}: run {run.id} of {run.name}, {began:%Y-%m-%d %H:%M}, as evaluated after training"
+            f"- {side}: run {run.id} of {run.name}, {began:%Y-%m-%d %H:%M}, as evaluated after "
+            "training"
         )
     if len(found) == 2:
         changes = changed_keys(found["before"], found["after"])

@@ -113,9 +113,9 @@ def gc(
 ) -> None:
     """Remove artifacts that no kept run uses. Records and reports of all runs are kept.
 
-    Artifacts stay if a run newer than the oldest kept one, a run in progress, or a run of the last day without a
-    report uses them, or if they are being built or younger than an hour. Waits for exports and for runs that are
-    recording a stage.
+    Artifacts stay if a run newer than the oldest kept one, a run in progress, or a run of the last
+    day without a report uses them, or if they are being built or younger than an hour. Waits for
+    exports and for runs that are recording a stage.
     """
     from flows.tables import print_garbage
     from tasks.runs.collect_garbage import collect_garbage
@@ -140,7 +140,9 @@ def export(
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="New folder.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Copy a run's merged model, report, manifests and configuration into one folder, with a model card."""
+    """Copy a run's merged model, report, manifests and configuration into one folder, with a model
+    card.
+    """
     from flows.progress import bytes_progress
     from tasks.runs.export_run import export_run
     from tasks.runs.history import find_run

@@ -73,10 +73,11 @@ def import_config(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what happens to every key of another trainer's configuration, and write an equivalent recipe.
+    """Show what happens to every key of another trainer's configuration, and write an equivalent
+    recipe.
 
-    Scripts are read, never executed. If keys stop the import that are not in --allow, nothing is written and the
-    exit status is 1.
+    Scripts are read, never executed. If keys stop the import that are not in --allow, nothing is
+    written and the exit status is 1.
     """
     from dapo_core.errors import ConfigError
     from flows.tables import print_account

@@ -50,7 +50,8 @@ def up(
 ) -> None:
     """Start a Prefect server and a worker in the background, and register the deployments.
 
-    Run this in the project directory, which has prefect.yaml. Services that already run are left alone.
+    Run this in the project directory, which has prefect.yaml. Services that already run are left
+    alone.
     """
     if importlib.util.find_spec("prefect") is None:  # before anything starts
         raise ModuleNotFoundError("No module named 'prefect'", name="prefect")
@@ -81,9 +82,11 @@ def down(
     ] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs are active.
+    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs
+    are active.
 
-    A `dapo run` that uses the server counts too, and --cancel does not end it: press Ctrl-C in its terminal.
+    A `dapo run` that uses the server counts too, and --cancel does not end it: press Ctrl-C in its
+    terminal.
     """
     stopped = take_down(store, cancel)
     for each in stopped:
@@ -124,11 +127,13 @@ def doctor(
         ),
     ] = 90.0,
 ) -> None:
-    """Check packages, store, devices, Prefect and a recipe, and suggest fixes; exit status 1 if a check fails.
+    """Check packages, store, devices, Prefect and a recipe, and suggest fixes; exit status 1 if a
+    check fails.
 
-    For a recipe: all quick checks before any stage, as in `dapo plan` and `dapo run`.
-    With train.ray_address also every cluster node and every connection between two, as in `dapo run`: versions,
-    devices, links, clocks, limits, disks, variables, files, ports, an all-reduce. This takes about ten seconds.
+    For a recipe: all quick checks before any stage, as in `dapo plan` and `dapo run`. With
+    train.ray_address also every cluster node and every connection between two, as in `dapo run`:
+    versions, devices, links, clocks, limits, disks, variables, files, ports, an all-reduce. This
+    takes about ten seconds.
     """
     is_of_variables, named = bool(words and words[0] == "env"), list(words or ())
     named = named[1:] if is_of_variables else named

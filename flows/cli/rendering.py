@@ -16,7 +16,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.command(
     epilog="Example: dapo cluster render mine.yaml --scripts --output start; dapo cluster render mine.yaml "
-    "--slurm --config configs/dapo_qwen3_32b_math.yaml --site partition=npu --output job; dapo cluster "
+    "--slurm --config configs/dapo_qwen3_32b_math.yaml --site partition=npu --output job; dapo "
+    "cluster "
     "render mine.yaml --kuberay --output pods",
     short_help="Write scripts, a SLURM job or KubeRay YAML that start Ray.",
 )
@@ -55,13 +56,16 @@ def render(
         typer.Option(
             metavar="KEY=VALUE",
             help="With --slurm: an sbatch option, such as partition=npu. With --kuberay: image, claim (for the "
-            "store's volume), queue (Volcano starts all pods or none), cpu or memory (per pod). Repeatable.",
+            "store's volume), queue (Volcano starts all pods or none), cpu or memory (per pod). "
+            "Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Write files that start Ray on the nodes of an inventory and, with --slurm or --kuberay, run a recipe.
+    """Write files that start Ray on the nodes of an inventory and, with --slurm or --kuberay, run a
+    recipe.
 
-    Interfaces, variables and resources match `dapo cluster up` and `dapo doctor env`. Nothing is started.
+    Interfaces, variables and resources match `dapo cluster up` and `dapo doctor env`. Nothing is
+    started.
     """
     from flows.config import load_config, load_config_or_defaults
     from tasks.nodes.rendering import render as forms

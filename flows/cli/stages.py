@@ -57,7 +57,9 @@ def fetch_model(
     commit: Annotated[str | None, typer.Option(help="Fail unless the commit is this one.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Fetch a recipe's model from its hub or web server; with model.source=recipe, build and warm-start it."""
+    """Fetch a recipe's model from its hub or web server; with model.source=recipe, build and
+    warm-start it.
+    """
     from dapo_core.errors import ConfigError
     from flows.config import load_config
 
@@ -109,8 +111,9 @@ def train(
 ) -> None:
     """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and exits.
 
-    After a stop or a kill, the same command resumes from the last checkpoint. With train.backend=verl or
-    mindspeed-*, this starts that trainer, which resumes from its own last checkpoint.
+    After a stop or a kill, the same command resumes from the last checkpoint. With
+    train.backend=verl or mindspeed-*, this starts that trainer, which resumes from its own last
+    checkpoint.
     """
     from dapo_core.errors import counted
     from flows.config import load_config
@@ -139,7 +142,10 @@ def train(
         from dapo_core.training import train as train_model
 
         result = train_model(settings, data, model, output, on_step, held_out, restarts)
-    counts = f"{counted(result.steps, 'training step')}, {counted(result.policy_version, 'optimizer step')}"
+    counts = (
+        f"{counted(result.steps, 'training step')}, "
+        f"{counted(result.policy_version, 'optimizer step')}"
+    )
     typer.echo(f"{result.checkpoint}: {counts}")
 
 
@@ -198,7 +204,8 @@ def merge(
             sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint
         )
     typer.echo(
-        f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
+        f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, "
+        f"{sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
         + (", read back and logits equal" if verify_logits else "")
     )

@@ -41,7 +41,9 @@ def override(key: str, value: Any, is_added: bool = False) -> str:
 
 
 def spelt(value: Any) -> str:
-    """Format a value in Hydra's grammar: `null`, `True`, `1e-06`, a word, a quoted text, `[a,b]` or `{a:b}`."""
+    """Format a value in Hydra's grammar: `null`, `True`, `1e-06`, a word, a quoted text, `[a,b]` or
+    `{a:b}`.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool | int | float):
@@ -61,7 +63,9 @@ def spelt(value: Any) -> str:
 
 
 def script_of(argv: Sequence[str], env: Mapping[str, str], comments: Iterable[str] = ()) -> str:
-    """Return a bash script: comments, exports, and `python3` with the arguments, one override per line."""
+    """Return a bash script: comments, exports, and `python3` with the arguments, one override per
+    line.
+    """
     head = [
         "#!/usr/bin/env bash",
         *(f"# {line}".rstrip() for line in comments),

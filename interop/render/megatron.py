@@ -1,4 +1,6 @@
-"""Parallel sizes in verl's Megatron overrides, and checks that they divide the model and the devices."""
+"""Parallel sizes in verl's Megatron overrides, and checks that they divide the model and the
+devices.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class Splits:
 
 
 def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: bool) -> Splits:
-    """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and `recomputes`.
+    """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and
+    `recomputes`.
 
     Raises ForeignConfigError for an invalid size.
     """
@@ -120,7 +123,9 @@ def _read(text: str) -> tuple[str, Any]:
 
 
 def require_divided(splits: Splits, model: Layers, responses: int) -> None:
-    """Raise ForeignConfigError listing everything that does not divide; `responses` is per optimizer step."""
+    """Raise ForeignConfigError listing everything that does not divide; `responses` is per
+    optimizer step.
+    """
     if found := list(_undivided(splits, model, responses)):
         raise ForeignConfigError("\n".join(f"external.overrides: {each}" for each in found))
 
@@ -142,14 +147,17 @@ def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
     whole = tensor * pipeline * context
     if devices % whole:
         yield (
-            f"{names['tensor']}={tensor} x {names['pipeline']}={pipeline} x {names['context']}={context} = "
+            f"{names['tensor']}={tensor} x {names['pipeline']}={pipeline} x "
+            f"{names['context']}={context} = "
             f"{whole} does not divide train.num_ranks={devices}"
         )
         return
     if responses % splits.data:
         yield (
-            f"{responses} responses per optimizer step (train.mini_prompts x rollout.group_size) cannot be split "
-            f"evenly over {splits.data} data-parallel ranks ({devices} / {whole}); change train.mini_prompts"
+            f"{responses} responses per optimizer step (train.mini_prompts x rollout.group_size) "
+            "cannot be split "
+            f"evenly over {splits.data} data-parallel ranks ({devices} / {whole}); change "
+            "train.mini_prompts"
         )
     yield from _undivided_experts(splits, model, names)
     yield from _undivided_layers(splits, model, names)
@@ -160,14 +168,17 @@ def _undivided_experts(splits: Splits, model: Layers, names: Mapping[str, str]) 
         yield f"{names['expert']}={splits.expert}, but the model has no experts"
     elif model.experts and model.experts % splits.expert:
         yield (
-            f"{names['expert']}={splits.expert} does not divide the model's {model.experts} experts; "
+            f"{names['expert']}={splits.expert} does not divide the model's {model.experts} "
+            "experts; "
             f"use one of {_divisors(model.experts)}"
         )
     per_stage, size = splits.devices // splits.pipeline, splits.expert_tensor_size
     if per_stage % (splits.expert * size):
         yield (
-            f"{names['expert']}={splits.expert} x {names['expert_tensor']}={size} = {splits.expert * size} does "
-            f"not divide the {per_stage} devices of a pipeline stage; set {names['expert_tensor']}=1 or change one"
+            f"{names['expert']}={splits.expert} x {names['expert_tensor']}={size} = "
+            f"{splits.expert * size} does "
+            f"not divide the {per_stage} devices of a pipeline stage; set "
+            f"{names['expert_tensor']}=1 or change one"
         )
 
 
@@ -176,15 +187,18 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
     if sum(stages) != model.layers or min(stages) < 1:
         account = f"{names['counts_embedding']} and {names['counts_loss']}"
         yield (
-            f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} layers: stages are "
-            f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} and "
+            f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} "
+            "layers: stages are "
+            f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} "
+            "and "
             f"{names['last_layers']}"
         )
     elif splits.virtual and (
         splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)
     ):
         yield (
-            f"{names['virtual']}={splits.virtual} needs several pipeline stages and must divide the layers of "
+            f"{names['virtual']}={splits.virtual} needs several pipeline stages and must divide "
+            "the layers of "
             f"each ({stages})"
         )
 

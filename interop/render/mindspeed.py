@@ -93,8 +93,8 @@ def render(
 ) -> Launch:
     """Render the start of a trainer (default: train.backend) in its checkout for a resolved recipe.
 
-    external.overrides (`section.key=value`) become part of its YAML. Raises ForeignConfigError for an unknown
-    version, for unsupported keys, and for names and values that its classes reject.
+    external.overrides (`section.key=value`) become part of its YAML. Raises ForeignConfigError for
+    an unknown version, for unsupported keys, and for names and values that its classes reject.
     """
     trainer = trainer or str(tree["train"]["backend"])
     ours = by_name(tree)
@@ -111,7 +111,8 @@ def render(
     missing = {key: example for key, example in _REQUIRED[trainer].items() if key not in values}
     if missing and tree["train"]["backend"] == trainer:
         raise ForeignConfigError(
-            f"{trainer} needs settings that have no key here (see its guide). Add to external.overrides, with "
+            f"{trainer} needs settings that have no key here (see its guide). Add to "
+            "external.overrides, with "
             f"your own paths: {', '.join(f'{key}={example}' for key, example in missing.items())}"
         )
     values |= {key: f"<{example}>" for key, example in missing.items()}  # placeholders to fill in
@@ -164,7 +165,8 @@ def _searchpath(ours: Mapping[str, Any]) -> str:
     source = ours.get("external.source")
     if source is None:
         raise ForeignConfigError(
-            "external.source is not set, but megatron_training.model names a file in its configs/model"
+            "external.source is not set, but megatron_training.model names a file in its "
+            "configs/model"
         )
     return f"hydra.searchpath=[file://{Path(source).absolute()}/configs]"
 
@@ -196,7 +198,8 @@ def _environment_settings(
         yield Setting(f"actor_config.{name}", True, "")
     if ours["custom_reward.path"] is not None:
         raise ForeignConfigError(
-            "custom_reward.path: MindSpeed scores with its own rl_config.verifier_function; unset it, or train "
+            "custom_reward.path: MindSpeed scores with its own rl_config.verifier_function; unset "
+            "it, or train "
             "with another train.backend"
         )
 
@@ -234,7 +237,9 @@ def _is_number(text: str) -> bool:
 
 
 def _resumed(values: Mapping[str, Any], places: Places, resume: str) -> dict[str, Any]:
-    """Return the settings that resume from an earlier attempt's checkpoint or from checkpoint.resume."""
+    """Return the settings that resume from an earlier attempt's checkpoint or from
+    checkpoint.resume.
+    """
     named = None if resume in ("auto", "never") else resume
     newest = (
         str(places.checkpoints) if (places.checkpoints / CHECKPOINT_NUMBER).is_file() else named
@@ -249,7 +254,8 @@ def _resumed(values: Mapping[str, Any], places: Places, resume: str) -> dict[str
 
 
 def architecture_of(model: Path) -> dict[str, Any]:
-    """Return Megatron's architecture keys for a model folder's config.json, {} if it does not exist yet.
+    """Return Megatron's architecture keys for a model folder's config.json, {} if it does not exist
+    yet.
 
     Raises ForeignConfigError for an architecture other than dense Qwen2 and Qwen3.
     """
@@ -260,7 +266,8 @@ def architecture_of(model: Path) -> dict[str, Any]:
     kind = config["model_type"]
     if kind not in _DENSE:
         raise ForeignConfigError(
-            f"{file}: model_type {kind} is not one of {', '.join(_DENSE)}; set one of MindSpeed's configs/model "
+            f"{file}: model_type {kind} is not one of {', '.join(_DENSE)}; set one of MindSpeed's "
+            "configs/model "
             "in external.overrides, such as megatron_training.model=qwen3_30b_a3b"
         )
     rope = config.get("rope_parameters") or {}

@@ -15,7 +15,9 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 def render(
     trainer: str, tree: Mapping[str, Any], places: Places, version: str | None = None
 ) -> Launch:
-    """Render the start of a trainer for a resolved recipe; raises ForeignConfigError for unsupported keys."""
+    """Render the start of a trainer for a resolved recipe; raises ForeignConfigError for
+    unsupported keys.
+    """
     if trainer == "verl":
         return verl.render(tree, places, version)
     return mindspeed.render(tree, places, version, trainer)
@@ -42,8 +44,8 @@ def own_overrides(
 def write_rows(prepared: Path, path: Path) -> int:
     """Write a prepared file's rows with only verl's columns; returns the number of rows.
 
-    verl draws rows uniformly, we draw sets by weight. With several sets, rows are repeated until each set's share
-    matches its weight; every row appears at least once.
+    verl draws rows uniformly, we draw sets by weight. With several sets, rows are repeated until
+    each set's share matches its weight; every row appears at least once.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

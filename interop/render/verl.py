@@ -36,7 +36,8 @@ _NOT_IN_MEGATRON = re.compile(
     r"|.*\.optim\.(min_lr_ratio|num_cycles|lr_scheduler_type|warmup_style|optimizer_impl|zero_indexed_step)"
     r"|.*\.model\.enable_(gradient_checkpointing|activation_offload)"
 )
-# Table settings that are rendered here instead; those that main_ppo ignores or interprets differently.
+# Table settings that are rendered here instead; those that main_ppo ignores or interprets
+# differently.
 _REPLACED = ("reward_model.overlong_buffer.", "reward.reward_kwargs.", f"{ACTOR}.optim.eps")
 _RECIPE_ONLY = ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches")
 _FREE = re.compile(
@@ -69,7 +70,8 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
         )
     if ours["rollout.pipeline_parallel"] > 1:
         raise ForeignConfigError(
-            f"rollout.pipeline_parallel={ours['rollout.pipeline_parallel']}: verl's engines have no pipeline "
+            f"rollout.pipeline_parallel={ours['rollout.pipeline_parallel']}: verl's engines have "
+            "no pipeline "
             "stages; set rollout.pipeline_parallel=1 and raise rollout.tensor_parallel"
         )
     entry = _entry(ours, table, version)
@@ -186,8 +188,10 @@ def _entry(ours: Mapping[str, Any], table: Table, version: str) -> str:
     source = ours.get("external.source")
     if source is None or not (Path(source) / DAPO_RECIPE_FOLDER).is_dir():
         raise ForeignConfigError(
-            f"sampler.dynamic=true with verl {version}: main_ppo ignores algorithm.filter_groups before "
-            f"{DYNAMIC_SINCE}; set external.source to a checkout of verl {version} that has {DAPO_RECIPE_FOLDER} "
+            f"sampler.dynamic=true with verl {version}: main_ppo ignores algorithm.filter_groups "
+            "before "
+            f"{DYNAMIC_SINCE}; set external.source to a checkout of verl {version} that has "
+            f"{DAPO_RECIPE_FOLDER} "
             f"(it is {source}), use verl {DYNAMIC_SINCE} or newer (external.version), or set "
             "sampler.dynamic=false"
         )
@@ -215,7 +219,8 @@ def _metric(metric: str) -> Setting:
     """Return the group filter's metric as main_ppo reads it: `reward`, or a field of the score."""
     if metric == "seq_final_reward":
         raise ForeignConfigError(
-            "sampler.metric=seq_final_reward: verl's main_ppo filters groups before adding KL to the reward; set "
+            "sampler.metric=seq_final_reward: verl's main_ppo filters groups before adding KL to "
+            "the reward; set "
             "sampler.metric=seq_reward, or acc"
         )
     name = "reward" if metric == "seq_reward" else metric

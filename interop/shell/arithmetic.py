@@ -34,7 +34,8 @@ class ArithmeticFailure(ValueError):
 
 
 def evaluate(text: str, read: Read, write: Write, depth: int = 0) -> int:
-    """Return the value of an expression; `read` returns a variable's text, which may be an expression itself.
+    """Return the value of an expression; `read` returns a variable's text, which may be an
+    expression itself.
 
     Raises ArithmeticFailure where bash fails: fractions, division by 0, an incomplete expression.
     """
@@ -45,7 +46,9 @@ def evaluate(text: str, read: Read, write: Write, depth: int = 0) -> int:
 
 
 class _Parser:
-    """Parses the text into nested tuples, so that untaken sides of `?:`, `&&` and `||` are not evaluated."""
+    """Parses the text into nested tuples, so that untaken sides of `?:`, `&&` and `||` are not
+    evaluated.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -88,9 +88,9 @@ LEAVING = {"exit": Exit, "return": Return, "break": Break, "continue": Continue}
 def parsed(source: bytes) -> tuple[Any, bytes]:
     """Return the syntax tree of a script, and the source it was parsed from.
 
-    A backquoted comment among continued lines, `# ...`, is blanked: tree-sitter-bash reads it as a command.
-    tree-sitter-bash 0.25 merges the lines after `A=1 B=2` into the same command, so a semicolon is inserted to
-    separate them. If that does not help, the line is not valid bash.
+    A backquoted comment among continued lines, `# ...`, is blanked: tree-sitter-bash reads it as a
+    command. tree-sitter-bash 0.25 merges the lines after `A=1 B=2` into the same command, so a
+    semicolon is inserted to separate them. If that does not help, the line is not valid bash.
     """
     import tree_sitter
     import tree_sitter_bash
@@ -111,7 +111,9 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
 
 
 def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (row, end byte) of words after which a command continues on the next line without a backslash."""
+    """Yield (row, end byte) of words after which a command continues on the next line without a
+    backslash.
+    """
     if node.type in ("command", "variable_assignments"):
         words = [child for child in node.children if child.type != "comment"]
         for word, following in itertools.pairwise(words):
@@ -122,7 +124,9 @@ def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
 
 
 class Commands:
-    """Walks the simple statements of a script and tracks its variables; Walk adds compound statements."""
+    """Walks the simple statements of a script and tracks its variables; Walk adds compound
+    statements.
+    """
 
     def __init__(self, script: Script, scope: Scope, others: dict[str, str]) -> None:
         self.script, self.scope, self.others = script, scope, others
@@ -381,7 +385,9 @@ class Commands:
             self.scope = scope
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Call a function of the script; `local` variables stay set, which such scripts do not depend on."""
+        """Call a function of the script; `local` variables stay set, which such scripts do not
+        depend on.
+        """
         if self.depth >= MAX_DEPTH:
             raise ShellError(f"{self.scope.origin}: {name} recurses more than {MAX_DEPTH} times")
         body, source, is_file = self.functions[name]

@@ -104,7 +104,9 @@ class _Tests:
         return self.asked(f"{operator} {source}")
 
     def asked(self, test: str) -> Verdict:
-        """Return the verdict on something only the script's machine knows, such as whether a file exists."""
+        """Return the verdict on something only the script's machine knows, such as whether a file
+        exists.
+        """
         return verdict_of(self.scope.mark(f"[ {test} ]", "a test on the machine, true or false"))
 
     def compared(self, left: str, operator: str, right: str) -> Verdict:

@@ -1,7 +1,8 @@
-"""The variables of a bash script at one line, and marks for values known only on the script's machine.
+"""The variables of a bash script at one line, and marks for values known only on the script's
+machine.
 
-A value that cannot be known (a command's output, a variable that the script does not set) is a mark in the text.
-Marks propagate, so every value derived from an unknown can be traced back to it.
+A value that cannot be known (a command's output, a variable that the script does not set) is a mark
+in the text. Marks propagate, so every value derived from an unknown can be traced back to it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value known only on the script's machine: its --set-env name, origin, and why it is unknown."""
+    """A value known only on the script's machine: its --set-env name, origin, and why it is
+    unknown.
+    """
 
     name: str
     origin: str

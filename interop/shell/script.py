@@ -38,7 +38,9 @@ def read_script(
 
 
 class Walk(Commands):
-    """Walks compound statements. If a condition is unknown, walks both branches and merges their states."""
+    """Walks compound statements. If a condition is unknown, walks both branches and merges their
+    states.
+    """
 
     def verdict(self, nodes: Sequence[Any]) -> Verdict:
         """Walk the statements; returns whether the last one succeeds."""
@@ -46,7 +48,9 @@ class Walk(Commands):
         return self.status
 
     def choose(self, verdict: Verdict, test: str, yes: Body, no: Body) -> None:
-        """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then ignored."""
+        """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then
+        ignored.
+        """
         if verdict.value is not None:
             (yes if verdict.value else no)()
             return
@@ -262,7 +266,9 @@ class Walk(Commands):
 
 
 def merged(a: Scope, b: Scope, marks: str) -> Scope:
-    """Merge the states after two branches; variables that differ become unknown, like the condition."""
+    """Merge the states after two branches; variables that differ become unknown, like the
+    condition.
+    """
     scope = a.copy()
     scope.exported |= b.exported
     for name in {*a.variables, *b.variables}:

@@ -9,7 +9,9 @@ from interop.shell.scope import ShellError
 
 
 class Piece(NamedTuple):
-    """A part of a word: "literal" (unquoted), "quoted", "split" (from an unquoted expansion), or "break"."""
+    """A part of a word: "literal" (unquoted), "quoted", "split" (from an unquoted expansion), or
+    "break".
+    """
 
     text: str
     kind: str
@@ -97,7 +99,9 @@ def braces(text: str) -> list[str]:
 
 
 def _brace_list(text: str, start: int) -> tuple[int, list[str]] | None:
-    """Return the index after the closing brace and the items of a brace list; None if it is not one."""
+    """Return the index after the closing brace and the items of a brace list; None if it is not
+    one.
+    """
     depth, items, begin, at = 0, [], start + 1, start + 1
     while at < len(text):
         if text[at] == "\\":

@@ -29,7 +29,9 @@ BRACED = re.compile(
 
 
 def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = False) -> list[Piece]:
-    """Expand a word's source into pieces; `is_document` for a here-document, where quotes are literal."""
+    """Expand a word's source into pieces; `is_document` for a here-document, where quotes are
+    literal.
+    """
     found: list[Piece] = []
     bare = "quoted" if quoted else "literal"
     at = 0

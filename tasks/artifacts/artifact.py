@@ -1,4 +1,6 @@
-"""A finished stage output: the handle passed between tasks, its manifest, and verification of its files."""
+"""A finished stage output: the handle passed between tasks, its manifest, and verification of its
+files.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from dapo_core.errors import DapoError
 from durable import write_atomically
 
 MANIFEST_NAME = "manifest.json"
-# A file written within the clock's granularity of a check could keep its times: such files are hashed again.
+# A file written within the clock's granularity of a check could keep its times: such files are
+# hashed again.
 RACY_NANOSECONDS = 1_000_000_000
 STAMP_SUFFIX = ".verified"  # file beside an artifact that records verified digests with file times
 
 
 class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, an artifact is missing, or a stage output cannot be stored."""
+    """The artifact store cannot be written, an artifact is missing, or a stage output cannot be
+    stored.
+    """
 
 
 class DamagedArtifact(Exception):
@@ -42,7 +47,9 @@ class Artifact:
     digest: str  # of names and contents
 
     def manifest(self) -> dict[str, Any]:
-        """Returns manifest.json: files, inputs, config, code_digest, versions, host, times, metrics."""
+        """Returns manifest.json: files, inputs, config, code_digest, versions, host, times,
+        metrics.
+        """
         return read_manifest(Path(self.path))
 
     def entries(self) -> list[FileEntry]:
@@ -62,7 +69,9 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a stage that hashed files while writing them, so that the store need not read them again."""
+    """The result of a stage that hashed files while writing them, so that the store need not read
+    them again.
+    """
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
@@ -89,13 +98,17 @@ class FileEntry:
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> FileEntry:
-        """The entry for a manifest row; raises ValueError unless it has exactly one known algorithm."""
+        """The entry for a manifest row; raises ValueError unless it has exactly one known
+        algorithm.
+        """
         [algorithm] = row.keys() & ALGORITHMS.keys()
         return FileEntry(row["path"], row["size"], f"{algorithm}:{row[algorithm]}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the parsed manifest.json. Raises OSError or ValueError when it is missing or not JSON."""
+    """Returns the parsed manifest.json. Raises OSError or ValueError when it is missing or not
+    JSON.
+    """
     manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
     if not isinstance(manifest, dict):
         raise ValueError(f"{directory / MANIFEST_NAME} is not a JSON object")
@@ -103,7 +116,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def artifact_at(directory: Path) -> Artifact | None:
-    """Returns the artifact described by the manifest without checking files; None if it is not readable."""
+    """Returns the artifact described by the manifest without checking files; None if it is not
+    readable.
+    """
     try:
         manifest = read_manifest(directory)
         artifact = Artifact(manifest["stage"], manifest["key"], str(directory), manifest["digest"])
@@ -136,7 +151,8 @@ def content_files(directory: Path) -> Iterator[str]:
                     yield relative
             elif not stat.S_ISDIR(mode):
                 raise StoreError(
-                    f"{path} is neither a file nor a folder: the target of a link could change or vanish "
+                    f"{path} is neither a file nor a folder: the target of a link could change or "
+                    "vanish "
                     "unnoticed, so an artifact holds only copies or hard links"
                 )
             if not name.isprintable():
@@ -146,7 +162,9 @@ def content_files(directory: Path) -> Iterator[str]:
 
 
 def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
-    """Returns the artifact in `directory`; raises DamagedArtifact unless every size and digest matches."""
+    """Returns the artifact in `directory`; raises DamagedArtifact unless every size and digest
+    matches.
+    """
     with _as_damage():
         manifest = read_manifest(directory)
         artifact = Artifact(stage, key, str(directory), manifest["digest"])
@@ -173,8 +191,9 @@ def list_files(
 ) -> list[FileEntry]:
     """Returns the size and digest of each content file, sorted by path.
 
-    The algorithm comes from the entry in `listed`, else from `algorithm_for` the name. A file is not read if it is
-    in `digests`, or if its size, times and inode are unchanged since an earlier call.
+    The algorithm comes from the entry in `listed`, else from `algorithm_for` the name. A file is
+    not read if it is in `digests`, or if its size, times and inode are unchanged since an earlier
+    call.
     """
     stamp_path = directory.with_suffix(STAMP_SUFFIX)
     known = _read_stamp(stamp_path)
@@ -217,7 +236,9 @@ ALGORITHMS: Mapping[str, Callable[[Path], str]] = {"sha256": sha256_of, "blake3"
 
 
 def algorithm_for(name: str) -> str:
-    """Returns the digest algorithm for a file name: blake3 for weights and checkpoints, which are large."""
+    """Returns the digest algorithm for a file name: blake3 for weights and checkpoints, which are
+    large.
+    """
     return "blake3" if name.endswith((".safetensors", ".distcp")) else "sha256"
 
 

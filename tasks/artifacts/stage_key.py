@@ -27,7 +27,9 @@ class StageKey:
 
     @property
     def key(self) -> str:
-        """sha256 over the canonical JSON of the parts. Raises TypeError for values that are not JSON."""
+        """sha256 over the canonical JSON of the parts. Raises TypeError for values that are not
+        JSON.
+        """
         return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
 
@@ -60,7 +62,8 @@ def code_files(
 ) -> list[Path]:
     """Returns all files at and below `paths`, sorted.
 
-    Paths in `without` are excluded unless `paths` names them. Raises StoreError if one of `paths` does not exist.
+    Paths in `without` are excluded unless `paths` names them. Raises StoreError if one of `paths`
+    does not exist.
     """
     return sorted({file for path in paths for file in _files_at(path, without, root)})
 

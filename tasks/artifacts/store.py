@@ -1,14 +1,16 @@
-"""The store of stage outputs: returns a finished output, or builds it once and publishes it atomically.
+"""The store of stage outputs: returns a finished output, or builds it once and publishes it
+atomically.
 
-ROOT/STAGE/KEY16/3          the third attempt at a key: content and manifest.json, finished, verified on each use
-ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage continues it
-ROOT/STAGE/KEY16/3.damaged  failed verification or has no manifest; never used or continued
-ROOT/STAGE/KEY16/3.removed  being deleted by garbage collection
-ROOT/STAGE/KEY16/3.verified files that passed verification, with their times
-ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of stage commands
-ROOT/.served                weights observed behind served baselines
+ROOT/STAGE/KEY16/3          the third attempt at a key: content and manifest.json, finished,
+verified on each use ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage
+continues it ROOT/STAGE/KEY16/3.damaged  failed verification or has no manifest; never used or
+continued ROOT/STAGE/KEY16/3.removed  being deleted by garbage collection
+ROOT/STAGE/KEY16/3.verified files that passed verification, with their times ROOT/.locks  ROOT/.logs
+locks of builders and users of the store; output of stage commands ROOT/.served
+weights observed behind served baselines
 
-The newest finished attempt is the artifact of the key. Earlier ones are kept for the runs that link to them.
+The newest finished attempt is the artifact of the key. Earlier ones are kept for the runs that link
+to them.
 """
 
 from __future__ import annotations
@@ -88,9 +90,11 @@ class ArtifactStore:
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
     def log_path(self, stage: str, key: str) -> Path:
-        """Returns the log file of a stage's commands, outside the content, since logs would change the digest.
+        """Returns the log file of a stage's commands, outside the content, since logs would change
+        the digest.
 
-        All attempts at a key share it, so that a new command waits for processes left by a killed one.
+        All attempts at a key share it, so that a new command waits for processes left by a killed
+        one.
         """
         return self.root / ".logs" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.log"
 
@@ -152,7 +156,9 @@ class ArtifactStore:
         return [attempt for folder in folders for attempt in _attempts_in(folder)]
 
     def finished(self, stage: str) -> list[tuple[Path, dict[str, Any]]]:
-        """Returns the folders and manifests of a stage's finished attempts, newest first, without verification."""
+        """Returns the folders and manifests of a stage's finished attempts, newest first, without
+        verification.
+        """
         found = []
         for attempt in self.attempts():
             if (attempt.stage, attempt.state) == (stage, FINISHED):
@@ -169,14 +175,16 @@ class ArtifactStore:
         force: bool = False,
         waiting: AbstractContextManager[None] | None = None,
     ) -> tuple[Artifact, bool]:
-        """Returns the artifact of this key and whether it was cached; calls `build` if it is missing.
+        """Returns the artifact of this key and whether it was cached; calls `build` if it is
+        missing.
 
-        `build` writes its files into the given directory and returns the metrics for the manifest, or an Output
-        with the digests of files it hashed while writing; these are verified on the next use. Only one process
-        builds a key: others wait, inside `waiting`, and use its result. `force` builds even if an artifact exists,
-        which is kept as an earlier attempt. A `resumable` build gets the directory of an unfinished newest
-        attempt, otherwise the directory is empty.
-        Raises StoreError if the store is full or not writable, and whatever `build` raises.
+        `build` writes its files into the given directory and returns the metrics for the manifest,
+        or an Output with the digests of files it hashed while writing; these are verified on the
+        next use. Only one process builds a key: others wait, inside `waiting`, and use its result.
+        `force` builds even if an artifact exists, which is kept as an earlier attempt. A
+        `resumable` build gets the directory of an unfinished newest attempt, otherwise the
+        directory is empty. Raises StoreError if the store is full or not writable, and whatever
+        `build` raises.
         """
         stage, key = parts.stage, parts.key
         if not force and (artifact := self.lookup(stage, key)) is not None:
@@ -208,7 +216,8 @@ class ArtifactStore:
         return self._store_locked(False, "or for exports and runs that use the store")
 
     def remove(self, attempt: Attempt) -> bool:
-        """Deletes an attempt, and everything else of its key if it is the last one. Call inside `collecting`.
+        """Deletes an attempt, and everything else of its key if it is the last one. Call inside
+        `collecting`.
 
         Returns False if the key is being built, possibly by a command that outlived its run.
         """
@@ -248,7 +257,8 @@ class ArtifactStore:
             )
             raise StoreError(
                 f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Free space (dapo gc removes unused artifacts), correct the "
+                "Finished artifacts are untouched. Free space (dapo gc removes unused artifacts), "
+                "correct the "
                 "permissions, or set store.path to another directory"
             ) from error
 
@@ -302,13 +312,15 @@ class ArtifactStore:
         """Writes the manifest and renames the directory to its final name, durably and atomically."""
         if (partial / MANIFEST_NAME).exists():
             raise StoreError(
-                f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the store"
+                f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the "
+                "store"
             )
         entries = list_files(partial, digests=output.digests)
         unwritten = output.digests.keys() - {entry.path for entry in entries}
         if unwritten or any(entry.algorithm not in ALGORITHMS for entry in entries):
             raise StoreError(
-                f"stage {parts.stage} returned digests for files it did not write, or with an unknown algorithm: "
+                f"stage {parts.stage} returned digests for files it did not write, or with an "
+                "unknown algorithm: "
                 f"{dict(output.digests)}"
             )
         digest = content_digest(entries)

@@ -28,7 +28,8 @@ class ModelConfig(ModelCodeConfig):
 
     source: Literal["path", "recipe", "huggingface", "modelscope", "url"] = key(
         "path",
-        "`path` takes a local folder, `recipe` builds a small model, `huggingface` and `modelscope` fetch from a "
+        "`path` takes a local folder, `recipe` builds a small model, `huggingface` and "
+        "`modelscope` fetch from a "
         "hub, `url` from a web server.",
     )
     path: str | None = key(None, "Hugging Face model folder (source: path).")
@@ -54,7 +55,8 @@ class ModelConfig(ModelCodeConfig):
             value = getattr(self, name)
             if self.source in sources and example and not value:
                 raise ValueError(
-                    f"model.source is {self.source}, but model.{name} is not set; set it to {example}"
+                    f"model.source is {self.source}, but model.{name} is not set; set it to "
+                    f"{example}"
                 )
             if self.source not in sources and value:
                 raise ValueError(
@@ -114,7 +116,8 @@ class FlowConfig(Section):
 
     lock_path: str | None = volatile(
         None,
-        "Lock file that limits training to one at a time; unset: a file in store.path. Stores that share devices "
+        "Lock file that limits training to one at a time; unset: a file in store.path. Stores that "
+        "share devices "
         "need the same file.",
     )
     unwatched_minutes: float = volatile(
@@ -125,7 +128,8 @@ class FlowConfig(Section):
     )
     log_lines_per_minute: int = volatile(
         120,
-        "Maximum lines per minute from a stage's output in the Prefect UI, plus as many warnings; the log file "
+        "Maximum lines per minute from a stage's output in the Prefect UI, plus as many warnings; "
+        "the log file "
         "has all.",
         ge=1,
     )
@@ -164,13 +168,15 @@ class ChainConfig(TrainingConfig):
                 name for name, value in self.external if value != getattr(ExternalConfig(), name)
             ):
                 raise ValueError(
-                    f"external.{given[0]} would be ignored by train.backend=own; set train.backend to the "
+                    f"external.{given[0]} would be ignored by train.backend=own; set train.backend "
+                    "to the "
                     "trainer it belongs to, or remove it"
                 )
             return self
         if self.checkpoint.keep_best:
             raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps only its newest "
+                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps "
+                "only its newest "
                 "checkpoints; set checkpoint.keep_best=0, and name steps in evaluate.checkpoints"
             )
         return self
@@ -179,7 +185,8 @@ class ChainConfig(TrainingConfig):
     def _merged_checkpoint_is_kept(self) -> ChainConfig:
         if self.merge.checkpoint == "best" and not self.checkpoint.keep_best:
             raise ValueError(
-                "merge.checkpoint=best needs a best checkpoint, and checkpoint.keep_best=0 keeps none; set "
+                "merge.checkpoint=best needs a best checkpoint, and checkpoint.keep_best=0 keeps "
+                "none; set "
                 "checkpoint.keep_best=1, or merge.checkpoint=latest"
             )
         return self
@@ -196,7 +203,9 @@ class ChainConfig(TrainingConfig):
 
     @property
     def lengths(self) -> Lengths:
-        """The token limits of the recipe; for a suite, those of the benchmark with the longest answers."""
+        """The token limits of the recipe; for a suite, those of the benchmark with the longest
+        answers.
+        """
         asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [
             self.lengths_of(None)
         ]

@@ -45,7 +45,8 @@ class ColumnsConfig(Section):
             self.answer is None or (self.problem is None) == (self.messages is None)
         ):
             raise ValueError(
-                "data.columns needs data.columns.answer and one of data.columns.problem and data.columns.messages"
+                "data.columns needs data.columns.answer and one of data.columns.problem and "
+                "data.columns.messages"
             )
         return self
 
@@ -60,7 +61,8 @@ class SetConfig(Entry):
     )
     path: str | None = key(
         None,
-        "Location of a registered set's rows: a file or folder, or a reference such as hf:ORG/NAME.",
+        "Location of a registered set's rows: a file or folder, or a reference such as "
+        "hf:ORG/NAME.",
     )
     weight: float = key(
         1.0, "Share of the training prompts, relative to the other sets.", gt=0, le=1e6
@@ -71,7 +73,9 @@ class SetConfig(Entry):
 
 
 def listed_sets(value: Any) -> Any:
-    """One set or a list of sets, each a name or its keys, as a tuple of keys; other values unchanged."""
+    """One set or a list of sets, each a name or its keys, as a tuple of keys; other values
+    unchanged.
+    """
     listed = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(listed, list | tuple):
         return listed
@@ -83,7 +87,8 @@ class DataConfig(PromptsConfig):
 
     train: tuple[SetConfig, ...] = key(
         (),
-        "Sets to train on: a registered name, a path, hf:ORG/NAME, modelscope:ORG/NAME, a URL; or a list.",
+        "Sets to train on: a registered name, a path, hf:ORG/NAME, modelscope:ORG/NAME, a URL; or "
+        "a list.",
     )
     eval: tuple[SetConfig, ...] = key((), "Sets to evaluate with, as data.train.")
     hub: Literal["huggingface", "modelscope", "url"] | None = volatile(
@@ -92,7 +97,8 @@ class DataConfig(PromptsConfig):
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     prompt_template: str | None = key(
         None,
-        "Text with {problem} or any column, a file with such a text, or a template of evaluate.prompt; unset: the "
+        "Text with {problem} or any column, a file with such a text, or a template of "
+        "evaluate.prompt; unset: the "
         "set's.",
     )
     system_prompt: str | None = key(
@@ -119,7 +125,8 @@ class DataConfig(PromptsConfig):
     ) -> tuple[SetConfig, ...]:
         if not sets:
             raise ValueError(
-                f"data.{info.field_name} is not set; set it to a registered name (dapo datasets), a file or "
+                f"data.{info.field_name} is not set; set it to a registered name (dapo datasets), "
+                "a file or "
                 "folder, or a hub's id such as hf:ORG/NAME"
             )
         names = [(one.set, one.path) for one in sets]

@@ -70,7 +70,9 @@ _READ_WITH = {
 
 
 class BaselineConfig(Entry):
-    """Another model to evaluate: a folder (`path`), a hub model (`id`), or one served elsewhere (`base_url`)."""
+    """Another model to evaluate: a folder (`path`), a hub model (`id`), or one served elsewhere
+    (`base_url`).
+    """
 
     what = "a baseline of evaluate.baselines"
 
@@ -93,25 +95,30 @@ class BaselineConfig(Entry):
     def _one_place(self) -> BaselineConfig:
         if not _BASELINE_NAME.fullmatch(self.name) or _TAKEN_NAMES.fullmatch(self.name):
             raise ValueError(
-                f"evaluate.baselines: {self.name!r} names a column beside before, after, {POOLED} and steps; it "
+                f"evaluate.baselines: {self.name!r} names a column beside before, after, {POOLED} "
+                "and steps; it "
                 "must begin with a letter and contain only letters, digits, _ and -"
             )
         given = [name for name in ("path", "id", "base_url") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ValueError(
-                f"evaluate.baselines: {self.name} sets {found} of path, id and base_url; set exactly one"
+                f"evaluate.baselines: {self.name} sets {found} of path, id and base_url; set "
+                "exactly one"
             )
         for name in self.model_fields_set & _READ_WITH.keys():
             if given[0] not in _READ_WITH[name]:
                 raise ValueError(
-                    f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; remove it, or use "
+                    f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; "
+                    "remove it, or use "
                     f"{' or '.join(_READ_WITH[name])} instead"
                 )
         if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
             raise ValueError(
-                f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs would keep in "
-                "clear text; put the key into an environment variable and name it in api_key_variable"
+                f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs "
+                "would keep in "
+                "clear text; put the key into an environment variable and name it in "
+                "api_key_variable"
             )
         if self.base_url is not None and self.model is None:
             raise ValueError(
@@ -141,13 +148,16 @@ _REQUEST_KEYS = {
 
 
 class JudgeConfig(Section):
-    """A model behind an OpenAI-compatible URL that judges responses; DAPO_JUDGE_API_KEY holds its key."""
+    """A model behind an OpenAI-compatible URL that judges responses; DAPO_JUDGE_API_KEY holds its
+    key.
+    """
 
     base_url: str | None = volatile(None, "URL of the judge; unset: no judge.", min_length=1)
     model: str | None = key(None, "Model name of the judge.", min_length=1)
     prompt: str | None = key(
         None,
-        "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in prompt.",
+        "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in "
+        "prompt.",
     )
     votes: int = key(1, "Judge votes per response; the majority decides.", ge=1, le=99)
     temperature: float = key(0.0, "Sampling temperature of the judge.", ge=0, le=10)
@@ -160,15 +170,18 @@ class JudgeConfig(Section):
     def _is_whole(self) -> JudgeConfig:
         if (self.base_url is None) != (self.model is None):
             raise ValueError(
-                "evaluate.judge needs both evaluate.judge.base_url and evaluate.judge.model; set both"
+                "evaluate.judge needs both evaluate.judge.base_url and evaluate.judge.model; set "
+                "both"
             )
         if self.headline and self.model is None:
             raise ValueError(
-                "evaluate.judge.headline=true needs evaluate.judge.base_url and evaluate.judge.model; set both"
+                "evaluate.judge.headline=true needs evaluate.judge.base_url and "
+                "evaluate.judge.model; set both"
             )
         if self.votes > 1 and self.temperature == 0:
             raise ValueError(
-                f"evaluate.judge.votes={self.votes} at temperature 0 asks {self.votes} times for the same vote; "
+                f"evaluate.judge.votes={self.votes} at temperature 0 asks {self.votes} times for "
+                "the same vote; "
                 "set evaluate.judge.temperature, such as 0.7, or evaluate.judge.votes=1"
             )
         return self
@@ -179,16 +192,19 @@ class EvaluateConfig(Section):
 
     benchmarks: tuple[BenchmarkConfig, ...] = key(
         (),
-        "The suite: one or more sets as in data.eval, each with its own sampling; empty: data.eval.",
+        "The suite: one or more sets as in data.eval, each with its own sampling; empty: "
+        "data.eval.",
     )
     headline: str | None = key(None, "Benchmark that decides the verdict; unset: the first.")
     gates: tuple[str, ...] = volatile(
         (),
-        "Conditions that must hold after training, such as math500 >= before - 1 (docs/evaluation.md).",
+        "Conditions that must hold after training, such as math500 >= before - 1 "
+        "(docs/evaluation.md).",
     )
     baselines: tuple[BaselineConfig, ...] = volatile(
         (),
-        "Further models to evaluate, each a column: name, and path, id or base_url (docs/evaluation.md).",
+        "Further models to evaluate, each a column: name, and path, id or base_url "
+        "(docs/evaluation.md).",
     )
     checkpoints: tuple[int, ...] | str = volatile(
         (),
@@ -199,33 +215,39 @@ class EvaluateConfig(Section):
     )
     prompt: str = key(
         "default",
-        "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
+        "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's "
+        "own.",
     )
     system_prompt: str | None = key(
         None, "System message of every prompt, instead of the file's; unset: the file's, if any."
     )
     chat_template_kwargs: JsonObject = key(
         {},
-        "Arguments of the chat template, such as {enable_thinking: false}; sent with each chat request.",
+        "Arguments of the chat template, such as {enable_thinking: false}; sent with each chat "
+        "request.",
     )
     extra_body: JsonObject = key(
         {},
-        "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are refused.",
+        "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are "
+        "refused.",
     )
     mode: Literal["generate", "loglikelihood"] = key(
         "generate",
-        "loglikelihood: picks the likeliest option of multiple-choice questions, as usual for base models.",
+        "loglikelihood: picks the likeliest option of multiple-choice questions, as usual for base "
+        "models.",
     )
     scorer: str | None = key(
         None,
-        "Scorer that replaces the set's grader: a name, or FILE.py with compute_score (FILE.py:NAME for another "
+        "Scorer that replaces the set's grader: a name, or FILE.py with compute_score "
+        "(FILE.py:NAME for another "
         "function).",
         min_length=1,
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: Literal["settings", "model"] = key(
         "settings",
-        "settings: temperature, top_p and top_k below; model: values from the model's generation_config.json.",
+        "settings: temperature, top_p and top_k below; model: values from the model's "
+        "generation_config.json.",
     )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
@@ -268,13 +290,16 @@ class EvaluateConfig(Section):
                 )
         if self.scorer is not None and self.mode == "loglikelihood":
             raise ValueError(
-                f"evaluate.scorer={self.scorer} would be ignored by evaluate.mode=loglikelihood, where the "
+                f"evaluate.scorer={self.scorer} would be ignored by evaluate.mode=loglikelihood, "
+                "where the "
                 "likeliest option is the answer; remove one of the two"
             )
         if self.chat_template_kwargs and self.api == "completions":
             raise ValueError(
-                f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored by "
-                "evaluate.api=completions, which has no chat template; set evaluate.api=chat, or remove them"
+                f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored "
+                "by "
+                "evaluate.api=completions, which has no chat template; set evaluate.api=chat, or "
+                "remove them"
             )
         return self
 
@@ -290,12 +315,14 @@ class EvaluateConfig(Section):
         for label in labels:
             if not _NAME.fullmatch(label) or label == POOLED:
                 raise ValueError(
-                    f"evaluate.benchmarks: {label!r} names a folder and a column: it may only contain letters, "
+                    f"evaluate.benchmarks: {label!r} names a folder and a column: it may only "
+                    "contain letters, "
                     f"digits, _ and -, and must not be {POOLED!r}; set the benchmark's `name`"
                 )
             if labels.count(label) > 1:
                 raise ValueError(
-                    f"evaluate.benchmarks names {label!r} twice; give one of them another `name`, such as "
+                    f"evaluate.benchmarks names {label!r} twice; give one of them another `name`, "
+                    "such as "
                     f"{{set: {label}, name: {label}-avg4, num_samples: 4}}"
                 )
         return benchmarks
@@ -318,7 +345,8 @@ class EvaluateConfig(Section):
         if isinstance(value, list | tuple) and all(type(step) is int for step in value):
             return tuple(sorted(set(value)))
         raise ValueError(
-            f"evaluate.checkpoints={value!r} is neither a list of steps, such as [20, 40], nor every N"
+            f"evaluate.checkpoints={value!r} is neither a list of steps, such as [20, 40], nor "
+            "every N"
         )
 
     @field_serializer("baselines")

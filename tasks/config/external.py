@@ -28,20 +28,23 @@ class ExternalConfig(Section):
     strategy: Literal["fsdp2", "megatron"] = key("fsdp2", "How verl shards the policy.")
     overrides: tuple[str, ...] = key(
         (),
-        "The trainer's own overrides, NAME=VALUE, applied last; they must not set what a recipe key sets.",
+        "The trainer's own overrides, NAME=VALUE, applied last; they must not set what a recipe "
+        "key sets.",
     )
     env: JsonObject = volatile(
         {}, "Environment variables of the trainer; $NAME copies the variable NAME of this process."
     )
     converter: str | None = key(
         None,
-        "Command that converts Megatron weights to Hugging Face, with {checkpoint}, {model} and {output}; unset: "
+        "Command that converts Megatron weights to Hugging Face, with {checkpoint}, {model} and "
+        "{output}; unset: "
         "verl's own merger.",
         min_length=1,
     )
     train_rows: str | None = volatile(
         None,
-        "Parquet in verl's own schema, for example with images, to use instead of the prepared training rows; its "
+        "Parquet in verl's own schema, for example with images, to use instead of the prepared "
+        "training rows; its "
         "digest is part of the key.",
         min_length=1,
     )
@@ -55,7 +58,8 @@ class ExternalConfig(Section):
     )
     job_server: str | None = volatile(
         None,
-        "Ray job server that runs the trainer, http://HOST:8265; unset: RAY_ADDRESS if it is one, else this "
+        "Ray job server that runs the trainer, http://HOST:8265; unset: RAY_ADDRESS if it is one, "
+        "else this "
         "machine.",
         pattern=r"^https?://[^/\s]",
     )
@@ -72,7 +76,8 @@ class ExternalConfig(Section):
                 )
             if is_secret(name, str(value)) and not str(value).startswith("$"):
                 raise ValueError(
-                    f"external.env.{name} is a secret, and configurations are written to logs and manifests; "
+                    f"external.env.{name} is a secret, and configurations are written to logs and "
+                    "manifests; "
                     f"set the variable before the run, and external.env.{name}=${name}"
                 )
         return env

@@ -61,7 +61,9 @@ def bounds_of(config: TrainingConfig) -> Bounds:
 
 
 def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
-    """All conflicts with their numbers, and the changes that resolve them; both empty if everything fits."""
+    """All conflicts with their numbers, and the changes that resolve them; both empty if everything
+    fits.
+    """
     found = [
         message
         for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds))
@@ -73,8 +75,10 @@ def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
     if other is None:
         longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
         return found, (
-            f"no lengths fit: prompts of {longest} tokens leave no room for a response in {bounds.positions} "
-            "positions; use a model with more positions, or shorter prompts (data.too_long=drop with a lower "
+            f"no lengths fit: prompts of {longest} tokens leave no room for a response in "
+            f"{bounds.positions} "
+            "positions; use a model with more positions, or shorter prompts (data.too_long=drop "
+            "with a lower "
             "data.max_prompt_tokens drops long prompts from training)"
         )
     return found, "these fit together: " + " ".join(lengths.changes(other))
@@ -87,18 +91,22 @@ def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
     return [
         (
             bounds.has_buffer and lengths.buffer >= lengths.response,
-            f"reward.overlong.buffer_tokens={lengths.buffer} is not below rollout.max_response_tokens="
+            f"reward.overlong.buffer_tokens={lengths.buffer} is not below "
+            "rollout.max_response_tokens="
             f"{lengths.response}: every response would be penalised; lower the buffer",
         ),
         (
             longest > most,
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above train.micro_batch_tokens="
-            f"{lengths.micro_batch} x train.sequence_parallel={bounds.sequence_parallel} = {most}: the longest "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above "
+            "train.micro_batch_tokens="
+            f"{lengths.micro_batch} x train.sequence_parallel={bounds.sequence_parallel} = {most}: "
+            "the longest "
             "sequence does not fit into one micro-batch; raise train.micro_batch_tokens",
         ),
         (
             served > lengths.served,
-            f"data.max_prompt_tokens + {lengths.answer_key} = {served} is above serve.max_model_len="
+            f"data.max_prompt_tokens + {lengths.answer_key} = {served} is above "
+            "serve.max_model_len="
             f"{lengths.served}: the server would refuse requests; raise serve.max_model_len",
         ),
     ]
@@ -111,12 +119,14 @@ def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
     return [
         (
             positions is not None and longest > positions,
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.prompt} + {lengths.response} is "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.prompt} + "
+            f"{lengths.response} is "
             f"above the model's {positions} positions",
         ),
         (
             positions is not None and lengths.served > positions,
-            f"serve.max_model_len={lengths.served} is above the model's {positions} positions: vLLM would refuse "
+            f"serve.max_model_len={lengths.served} is above the model's {positions} positions: "
+            "vLLM would refuse "
             "it",
         ),
         (
@@ -125,7 +135,8 @@ def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
         ),
         (
             question > lengths.prompt and question + lengths.answer > lengths.served,
-            f"the longest evaluation prompt, {question} tokens, + {lengths.answer_key}={lengths.answer} "
+            f"the longest evaluation prompt, {question} tokens, + "
+            f"{lengths.answer_key}={lengths.answer} "
             f"is above serve.max_model_len={lengths.served}: the server would refuse it",
         ),
     ]

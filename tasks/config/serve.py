@@ -8,7 +8,8 @@ from pydantic import model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 
-# What to use instead of each argument. vLLM accepts _ for - in long arguments, and = before a value.
+# What to use instead of each argument. vLLM accepts _ for - in long arguments, and = before a
+# value.
 _SERVE_KEYS = {
     "--tensor-parallel-size": "serve.tensor_parallel",
     "-tp": "serve.tensor_parallel",
@@ -41,7 +42,8 @@ class ServeConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "Precision of the served weights; auto: the model's own, or float32 on a CPU without its kernels.",
+        "Precision of the served weights; auto: the model's own, or float32 on a CPU without its "
+        "kernels.",
     )
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded concurrently.", ge=1)
@@ -58,7 +60,8 @@ class ServeConfig(Section):
     )
     memory_gigabytes: float | None = volatile(
         None,
-        "Size of the KV cache instead of a share of memory, as needed on a CPU; unset: vLLM's default.",
+        "Size of the KV cache instead of a share of memory, as needed on a CPU; unset: vLLM's "
+        "default.",
         gt=0,
     )
     host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
@@ -80,8 +83,10 @@ class ServeConfig(Section):
     def _memory_is_set_once(self) -> ServeConfig:
         if self.memory_utilization is not None and self.memory_gigabytes is not None:
             raise ValueError(
-                f"serve.memory_utilization={self.memory_utilization:g} would be ignored by serve.memory_gigabytes="
-                f"{self.memory_gigabytes:g}, which sizes the KV cache by itself; set one of the two to null"
+                f"serve.memory_utilization={self.memory_utilization:g} would be ignored by "
+                "serve.memory_gigabytes="
+                f"{self.memory_gigabytes:g}, which sizes the KV cache by itself; set one of the "
+                "two to null"
             )
         return self
 
@@ -90,7 +95,8 @@ class ServeConfig(Section):
         last = self.port + self.num_servers - 1
         if self.port and last > 65_535:
             raise ValueError(
-                f"serve.port={self.port} with serve.num_servers={self.num_servers} needs ports up to {last}, "
+                f"serve.port={self.port} with serve.num_servers={self.num_servers} needs ports up "
+                f"to {last}, "
                 "beyond 65535; lower serve.port, or set it to 0"
             )
         return self

@@ -1,11 +1,12 @@
-r"""Finds training problems that are also in an evaluation set, by equal texts or shared runs of 13 words.
+r"""Finds training problems that are also in an evaluation set, by equal texts or shared runs of 13
+words.
 
-Texts are compared by words (letters, numbers, LaTeX commands, single Chinese characters) and signs, ignoring
-layout, drawings and instructions, that is, sentences shared by many problems of a set. Two problems match if all
-words and signs are equal (including shared sentences, which a template may have filled in), or if common runs of
-13 words cover most of the evaluation problem and the training problem contains all of its numbers and signs. Runs
-alone would match variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md shows what the rule finds in
-published sets.
+Texts are compared by words (letters, numbers, LaTeX commands, single Chinese characters) and signs,
+ignoring layout, drawings and instructions, that is, sentences shared by many problems of a set. Two
+problems match if all words and signs are equal (including shared sentences, which a template may
+have filled in), or if common runs of 13 words cover most of the evaluation problem and the training
+problem contains all of its numbers and signs. Runs alone would match variants such as z^4 + z^2 + 1
+and z^4 - z^2 + 1. docs/data.md shows what the rule finds in published sets.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ class Hit:
 def find_hits(
     train_set: str, texts: Callable[[], Iterator[str]], sets: Mapping[str, Sequence[Problem]]
 ) -> list[Hit]:
-    """The problems of a training set that are also in an evaluation set, ordered by row, then by set.
+    """The problems of a training set that are also in an evaluation set, ordered by row, then by
+    set.
 
-    `texts` is called twice and yields the texts of the distinct problems. Memory use is bounded by the evaluation
-    sets and BATCH_ROWS texts.
+    `texts` is called twice and yields the texts of the distinct problems. Memory use is bounded by
+    the evaluation sets and BATCH_ROWS texts.
     """
     found = [shared_sentences(texts())]
     found += [shared_sentences(problem.text for problem in problems) for problems in sets.values()]
@@ -94,11 +96,15 @@ def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
     rows = {hit.row for hit in hits}
     if not rows:
         return rows
-    finding = f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in {_counts(hits)}"
+    finding = (
+        f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in "
+        f"{_counts(hits)}"
+    )
     if mode == "error":
         first = "; ".join(f"row {hit.row} is {hit.evaluation_set} {hit.item}" for hit in hits[:3])
         raise DataError(
-            f"{finding} ({first}): accuracy would measure memorization. Set data.contamination=remove to train "
+            f"{finding} ({first}): accuracy would measure memorization. Set "
+            "data.contamination=remove to train "
             "without them, or warn to keep them"
         )
     if mode == "warn":
@@ -142,7 +148,9 @@ def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[st
 
 
 def tokens_of(text: str, *excluded: Set[str]) -> list[str]:
-    """The words and signs of a text, without the first set of `excluded` sentences that leaves any text."""
+    """The words and signs of a text, without the first set of `excluded` sentences that leaves any
+    text.
+    """
     sentences = _sentences(text)
     for shared in excluded:
         if kept := [sentence for sentence in sentences if sentence not in shared]:
@@ -251,7 +259,9 @@ class _Items:
         return overlaps
 
     def _run_hashes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """A hash per run of words (0 if a word is in no item or the row ends), and the row of each run."""
+        """A hash per run of words (0 if a word is in no item or the row ends), and the row of each
+        run.
+        """
         known = self.vocabulary.get
         numbers = np.array([known(word, 0) for row in words for word in (*row, "")], dtype=np.int64)
         rows = np.repeat(np.arange(len(words)), [len(row) + 1 for row in words])

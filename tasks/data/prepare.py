@@ -39,8 +39,8 @@ Counted = tuple[Source, SetCount]
 def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     """Write the problem files and the data card into the folder; returns row counts.
 
-    Memory use is bounded by the held-out sets, a digest per training problem and one batch of rows. Raises
-    DataError or ProblemsError for unusable rows, and whatever require_scorers raises.
+    Memory use is bounded by the held-out sets, a digest per training problem and one batch of rows.
+    Raises DataError or ProblemsError for unusable rows, and whatever require_scorers raises.
     """
     with tempfile.TemporaryDirectory(dir=folder) as work:
         evaluated = {
@@ -98,8 +98,10 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
-                f"{source.key}: {source.name} has {num_distinct} problems, but the complete set has "
-                f"{source.known.num_items}: accuracy would not match published figures; use the complete file"
+                f"{source.key}: {source.name} has {num_distinct} problems, but the complete set "
+                "has "
+                f"{source.known.num_items}: accuracy would not match published figures; use the "
+                "complete file"
             )
         rows += found
     write_rows(iter([rows]), schema_of(iter([rows])), path)
@@ -132,7 +134,8 @@ def write_training(
         hits, dropped = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
         if len(dropped) == len(owners):
             raise DataError(
-                f"no training problems are left in data.train: {describe([one for _, one in counts])}"
+                "no training problems are left in data.train: "
+                f"{describe([one for _, one in counts])}"
             )
 
         def kept(is_last: bool) -> Iterator[Row]:
@@ -200,7 +203,8 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
             schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         except pa.ArrowException as error:
             raise DataError(
-                f"the rows of data.train or data.eval have conflicting types in extra_info: {error}; correct them"
+                "the rows of data.train or data.eval have conflicting types in extra_info: "
+                f"{error}; correct them"
             ) from None
     return schemas[0]
 

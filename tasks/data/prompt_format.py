@@ -64,7 +64,8 @@ class PromptFormat:
 def find_format(
     prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig
 ) -> PromptFormat:
-    """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file with one.
+    """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file
+    with one.
 
     Raises ProblemsError for a missing file, and for a text without {problem} or with the answer.
     """
@@ -82,7 +83,8 @@ def find_format(
     if "{" not in prompt:
         if not Path(prompt).is_file():
             raise ProblemsError(
-                f"data.prompt_template={prompt} is not a text with {{problem}}, a file, or one of the templates "
+                f"data.prompt_template={prompt} is not a text with {{problem}}, a file, or one of "
+                f"the templates "
                 f"{', '.join(TEMPLATES)}"
             )
         text = read_utf8(Path(prompt)).removesuffix("\n")
@@ -91,7 +93,8 @@ def find_format(
         raise ProblemsError(f"data.prompt_template has no placeholder {{problem}}: {text[:100]!r}")
     if {columns.answer, "answer", "solution", "ground_truth"} & named.keys():
         raise ProblemsError(
-            "data.prompt_template contains a column that holds the answer, which the prompt would reveal; "
+            "data.prompt_template contains a column that holds the answer, which the prompt would "
+            "reveal; "
             "write \\boxed{...} for a box"
         )
     return PromptFormat(

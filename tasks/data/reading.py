@@ -73,7 +73,8 @@ class SetCount:
                 examples[0] for reason, examples in self.examples.items() if reason in self.refused
             )
             raise DataError(
-                f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}). {advice} First: {first}"
+                f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}). "
+                f"{advice} First: {first}"
             )
 
 
@@ -93,7 +94,8 @@ def iterate_source(
             missing := [name for name in source.prompt_format.columns if name not in row]
         ):
             raise ProblemsError(
-                f"{source.name} has no column {', '.join(missing)}, which data.prompt_template uses; it has "
+                f"{source.name} has no column {', '.join(missing)}, which data.prompt_template "
+                "uses; it has "
                 f"{', '.join(sorted(row))}"
             )
         count.read += 1
@@ -119,7 +121,10 @@ def read_source(config: ChainConfig, source: Source, limit: int | None = None) -
 
 def advice_for(config: ChainConfig) -> str:
     """Advice for too many unusable training rows."""
-    return f"Correct the rows or data.columns, or raise data.max_refused_ratio={config.data.max_refused_ratio:g}."
+    return (
+        "Correct the rows or data.columns, or raise "
+        f"data.max_refused_ratio={config.data.max_refused_ratio:g}."
+    )
 
 
 def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
@@ -159,7 +164,9 @@ class Seen:
         self.contradicted: set[int] = set()  # first rows whose answer a later row contradicts
 
     def add(self, problem: Problem, number: int) -> str | None:
-        """Record a problem; returns None if it is new, else the reason to leave it out. `number`: the kept row."""
+        """Record a problem; returns None if it is new, else the reason to leave it out. `number`:
+        the kept row.
+        """
         history = [
             message["content"]
             for message in (problem.messages or ())[:-1]
@@ -211,7 +218,9 @@ def source_to_show(config: ChainConfig, is_training: bool) -> Source:
 def show_rows(
     config: ChainConfig, source: Source, num_rows: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[Shown], SetCount]:
-    """The first usable rows, and the counts of rows read so far. Raises whatever preparation raises."""
+    """The first usable rows, and the counts of rows read so far. Raises whatever preparation
+    raises.
+    """
     table, count = routes(config.reward.scorers), SetCount(source.name)
     rows = []
     for problem, row in itertools.islice(iterate_source(config, source, count), num_rows):

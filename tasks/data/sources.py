@@ -90,7 +90,9 @@ class Source:
         ).hexdigest()
 
     def content(self) -> str:
-        """A digest of the files, or "" if generated. Raises ConfigError, ProblemsError and DownloadError."""
+        """A digest of the files, or "" if generated. Raises ConfigError, ProblemsError and
+        DownloadError.
+        """
         if self.path is not None:
             return files_digest(self.key, self.path)
         return "" if self.reference is None else str(self.snapshot().commit)
@@ -120,7 +122,9 @@ class Source:
         return {str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path)}
 
     def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
-        """The local file or folder; fetches a remote set into `cache`. Raises ProblemsError and DownloadError."""
+        """The local file or folder; fetches a remote set into `cache`. Raises ProblemsError and
+        DownloadError.
+        """
         return self.path or fetch(str(self.reference), cache, self.split, on_progress)
 
 
@@ -133,7 +137,9 @@ def train_sources(config: ChainConfig) -> list[Source]:
 
 
 def eval_sources(config: ChainConfig) -> list[Source]:
-    """The sets of data.eval. Raises ProblemsError like `train_sources`, and if their graders differ."""
+    """The sets of data.eval. Raises ProblemsError like `train_sources`, and if their graders
+    differ.
+    """
     sources = [
         _source(config, one, f"data.eval.{number}", "test")
         for number, one in enumerate(config.data.eval)
@@ -141,7 +147,8 @@ def eval_sources(config: ChainConfig) -> list[Source]:
     if len({source.known.grader for source in sources}) > 1:
         graders = ", ".join(f"{source.name}: {source.known.grader}" for source in sources)
         raise ProblemsError(
-            f"the sets of data.eval have different graders ({graders}); use sets with the same grader"
+            f"the sets of data.eval have different graders ({graders}); use sets with the same "
+            "grader"
         )
     return sources
 
@@ -172,8 +179,8 @@ def all_sources(config: ChainConfig) -> list[Source]:
 def source_files(config: ChainConfig) -> dict[str, str]:
     """Key inputs of each set: digests of its settings and its content.
 
-    If a hub is unreachable, uses the content of the newest artifact made from the same set. Raises ConfigError,
-    ProblemsError and DownloadError.
+    If a hub is unreachable, uses the content of the newest artifact made from the same set. Raises
+    ConfigError, ProblemsError and DownloadError.
     """
     inputs: dict[str, str] = {}
     for source in all_sources(config):
@@ -188,7 +195,9 @@ def source_files(config: ChainConfig) -> dict[str, str]:
 
 
 def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str:
-    """The content digest in the newest artifact made from the same set; raises `reason` if there is none."""
+    """The content digest in the newest artifact made from the same set; raises `reason` if there is
+    none.
+    """
     for _, manifest in ArtifactStore(store_path).finished("prepare_data"):
         inputs = manifest["inputs"]
         if (
@@ -249,7 +258,8 @@ def _source(
     else:
         if one.path is not None:
             raise ProblemsError(
-                f"{key}.path applies to registered sets only; {one.set!r} is not one (dapo datasets lists them)"
+                f"{key}.path applies to registered sets only; {one.set!r} is not one (dapo "
+                "datasets lists them)"
             )
         known = OWN
         if is_remote(one.set):

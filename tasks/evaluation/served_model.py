@@ -70,7 +70,8 @@ def server_of(baseline: BaselineConfig) -> Server:
     key, variable = "", baseline.api_key_variable
     if variable is not None and not (key := os.environ.get(variable, "")):
         raise ServeError(
-            f"evaluate.baselines: {baseline.name} reads its API key from {variable}, which is not set; set it "
+            f"evaluate.baselines: {baseline.name} reads its API key from {variable}, which is not "
+            "set; set it "
             "where the run (or its Prefect worker) starts"
         )
     return Server(str(baseline.base_url), str(baseline.model), key)
@@ -79,8 +80,9 @@ def server_of(baseline: BaselineConfig) -> Server:
 def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
     """The model that a baseline's server serves, queried once per run.
 
-    If the server does not answer, the model that it last showed, with a warning. Raises ServeError if it
-    serves no model of that name, and ServerUnreachable if it does not answer and the store knows no model of it.
+    If the server does not answer, the model that it last showed, with a warning. Raises ServeError
+    if it serves no model of that name, and ServerUnreachable if it does not answer and the store
+    knows no model of it.
     """
     folder = Path(config.store.path).absolute() / KNOWN_FOLDER
     try:
@@ -141,7 +143,9 @@ def _known_weights(path: Path) -> list[Weights]:
 
 
 def _logprobs(server: Server) -> LogProbs | None:
-    """Log-probs of a fixed prompt; None if the server does not return any. Raises ServerUnreachable."""
+    """Log-probs of a fixed prompt; None if the server does not return any. Raises
+    ServerUnreachable.
+    """
     with model_client(server) as client:
         for path, body in probe_requests(server.model):
             answer = _post(client, server.url(path), body)
@@ -185,15 +189,17 @@ def served_folder(server: Endpoint) -> Path | None:
 def served_model_identity(servers: Sequence[Endpoint], terms: ServedBy = ServedBy()) -> str:
     """A digest of the served model: its folder, and its files if they are local.
 
-    Raises ServeError if a server does not serve that name, or serves a different model than the first server, and
-    ServerUnreachable if one does not answer.
+    Raises ServeError if a server does not serve that name, or serves a different model than the
+    first server, and ServerUnreachable if one does not answer.
     """
     identities = [_identity(server, terms) for server in servers]
     for server, identity in zip(servers, identities, strict=True):
         if identity != identities[0]:
             raise ServeError(
-                f"{server.base_url} serves {identity[0]} and {servers[0].base_url} {identities[0][0]}, or other "
-                f"files of that name: all servers must serve the same model; start them with the same folder"
+                f"{server.base_url} serves {identity[0]} and {servers[0].base_url} "
+                f"{identities[0][0]}, or other "
+                "files of that name: all servers must serve the same model; start them with the "
+                "same folder"
             )
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
@@ -218,7 +224,8 @@ def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client
     api_key = server.api_key or ""
     if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's error would quote it
         raise ServeError(
-            f"{terms.key_variable} holds a character that HTTP headers forbid, such as a newline; correct it"
+            f"{terms.key_variable} holds a character that HTTP headers forbid, such as a newline; "
+            "correct it"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     is_local = urlsplit(server.base_url).hostname in LOOPBACK
@@ -233,7 +240,8 @@ def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
             answer = client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerUnreachable(
-            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
+            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo "
+            "serve, or check "
             f"{terms.url}"
         ) from None
     if answer.status_code in (401, 403):
@@ -244,6 +252,7 @@ def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {terms.url} "
+            f"{url} does not list models: HTTP {answer.status_code}, "
+            f"{redact(answer.text)[:100]!r}; {terms.url} "
             "must be an OpenAI-compatible server"
         ) from None

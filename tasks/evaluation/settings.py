@@ -42,7 +42,9 @@ _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequen
 def set_of(
     settings: EvaluateConfig, problems: str | Path | None, name: str | None = None
 ) -> EvaluationSet:
-    """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set, if any."""
+    """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set,
+    if any.
+    """
     return load_set(
         problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode
     )
@@ -55,7 +57,9 @@ def benchmark_of(
     name: str,
     model_folder: Path | None,
 ) -> Benchmark:
-    """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in `sampling_of`."""
+    """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in
+    `sampling_of`.
+    """
     sampling, grader, judge = (
         sampling_of(settings, model_folder),
         grader_for(settings),
@@ -67,11 +71,12 @@ def benchmark_of(
 def load_sets(
     config: ChainConfig, problems: str | None, name: str | None = None
 ) -> dict[str, EvaluationSet]:
-    """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under "".
+    """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under
+    "".
 
-    That set is `problems` (of the registered set `name`, if given), or set `name` from its default source.
-    data.columns, and those of a set of data.eval with its prompt, apply to files that have all of them; prepared
-    files do not. Raises ProblemsError for bad rows.
+    That set is `problems` (of the registered set `name`, if given), or set `name` from its default
+    source. data.columns, and those of a set of data.eval with its prompt, apply to files that have
+    all of them; prepared files do not. Raises ProblemsError for bad rows.
     """
     settings = config.evaluate
     own = None if problems is None or name is not None else _own_set(config, Path(problems))
@@ -98,7 +103,9 @@ def load_sets(
 
 
 def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
-    """The file as a set of data.eval, with the recipe's columns; None if there are none or the file lacks them."""
+    """The file as a set of data.eval, with the recipe's columns; None if there are none or the file
+    lacks them.
+    """
     for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
         names = set(filter(None, dict(one.columns or ()).values()))
         if names and path.exists() and names.issubset(columns_of(path)):
@@ -112,9 +119,11 @@ def benchmarks_into(
     sets: Mapping[str, EvaluationSet],
     model_folder: Path | None,
 ) -> list[Benchmark]:
-    """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a suite.
+    """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a
+    suite.
 
-    Raises ResultsError if the output folder holds a single evaluation and this is a suite, or vice versa.
+    Raises ResultsError if the output folder holds a single evaluation and this is a suite, or vice
+    versa.
     """
     named = settings.named
     if not named:
@@ -132,10 +141,12 @@ def benchmarks_into(
 
 
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
-    """The sampling settings; with `sampling: model`, those of generation_config.json in the model folder.
+    """The sampling settings; with `sampling: model`, those of generation_config.json in the model
+    folder.
 
-    Without a folder no values are sent and the server's defaults apply. For vLLM these come from the same file,
-    unless it was started with `--generation-config vllm`. Raises ConfigError if the file sets no sampling.
+    Without a folder no values are sent and the server's defaults apply. For vLLM these come from
+    the same file, unless it was started with `--generation-config vllm`. Raises ConfigError if the
+    file sets no sampling.
     """
     if settings.mode == "loglikelihood":  # nothing is sampled
         return Sampling(1, seed=settings.seed, extra_body=settings.extra_body or None)
@@ -155,7 +166,8 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         return sampling
     if model_folder is None:
         logger.warning(
-            "evaluate.sampling=model: the model's folder is not on this machine, so temperature, top_p and top_k "
+            "evaluate.sampling=model: the model's folder is not on this machine, so temperature, "
+            "top_p and top_k "
             "are not sent and the server's defaults apply; settings.json cannot record their values"
         )
         return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
@@ -174,13 +186,16 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
-    """The values set in generation_config.json, with a temperature; like vLLM, 1 if the file sets none."""
+    """The values set in generation_config.json, with a temperature; like vLLM, 1 if the file sets
+    none.
+    """
     path = folder / "generation_config.json"
     try:
         named = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a temperature"
+            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a "
+            "temperature"
         ) from None
     named = (
         {name: value for name, value in named.items() if value is not None}
@@ -192,7 +207,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     if named.get("do_sample") is False:
         return {**named, "temperature": 0.0}
     raise ConfigError(
-        f"evaluate.sampling=model: {path} sets no temperature, top_p or top_k, so the model has no default "
+        f"evaluate.sampling=model: {path} sets no temperature, top_p or top_k, so the model has no "
+        "default "
         f"sampling; set evaluate.sampling=settings and evaluate.temperature"
     )
 

@@ -36,11 +36,13 @@ def run_dapo(
     detach: DetachOptions | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the run's folder.
+    """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the
+    run's folder.
 
-    Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines` admits them;
-    `on_line` gets every line. With `detach` the command may outlive this process; a running one is attached to.
-    Raises ChildProcessFailed with the exit code, the last lines and the path of the log.
+    Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines`
+    admits them; `on_line` gets every line. With `detach` the command may outlive this process; a
+    running one is attached to. Raises ChildProcessFailed with the exit code, the last lines and the
+    path of the log.
     """
     log_path = run.store.log_path(key.stage, key.key)
     link_log(run, log_path)

@@ -1,4 +1,5 @@
-"""Prefect artifacts of a run: progress, recent training steps, stages with their inputs, the report.
+"""Prefect artifacts of a run: progress, recent training steps, stages with their inputs, the
+report.
 
 Artifact keys begin with the recipe's name, so that Prefect keeps a version history per recipe.
 """
@@ -62,7 +63,8 @@ sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-page")
 def artifact_key(recipe: str, name: str) -> str:
     """The Prefect key of an artifact: lower-case letters, digits and dashes.
 
-    If this changes more than the case and underscores of the recipe's name, a digest keeps the key unique.
+    If this changes more than the case and underscores of the recipe's name, a digest keeps the key
+    unique.
     """
     plain = recipe.lower().replace("_", "-")
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
@@ -125,7 +127,9 @@ def unwrapped(markdown: str) -> str:
 
 
 class StageProgress:
-    """A progress bar for a stage; for training also a table of recent steps and validation responses."""
+    """A progress bar for a stage; for training also a table of recent steps and validation
+    responses.
+    """
 
     def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
         self._bar = PageArtifact(
@@ -174,7 +178,10 @@ def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
     """Validation responses as Markdown; long ones are cut in the middle."""
     parts = [f"# Responses after training step {step}"]
     for row in rows:
-        about = f"{row['set']}: {row['verdict']}, score {_number(row['score'])}, answer {row['answer']!r}"
+        about = (
+            f"{row['set']}: {row['verdict']}, score {_number(row['score'])}, answer "
+            f"{row['answer']!r}"
+        )
         parts.append(f"## {about}, gold {row['gold']!r}".replace("\n", " "))
         for name in ("prompt", "response"):
             text = row[name]
@@ -185,7 +192,9 @@ def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class PageArtifact:
-    """A Prefect artifact that is created once and then updated, to avoid filling the database with versions."""
+    """A Prefect artifact that is created once and then updated, to avoid filling the database with
+    versions.
+    """
 
     def __init__(self, run: Run, name: str, kind: str, description: str) -> None:
         key = artifact_key(run.config.run.name, name)
@@ -194,9 +203,12 @@ class PageArtifact:
         self._id: UUID | None = None
 
     def show(self, data: Any) -> None:
-        """Send the content to this flow run's API in the background. Does nothing outside a flow run."""
+        """Send the content to this flow run's API in the background. Does nothing outside a flow
+        run.
+        """
         if self._request.flow_run_id is None:
-            return  # a client without a server address would start a server that outlives this process
+            # a client without a server address would start a server that outlives this process
+            return
         data = redacted(data)
         sender.submit(contextvars.copy_context().run, self._send, data)
 
@@ -236,7 +248,9 @@ def _link(run: Run, label: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A number rounded to four significant digits, or to an integer from 1000; other values unchanged."""
+    """A number rounded to four significant digits, or to an integer from 1000; other values
+    unchanged.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return value
     short = round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

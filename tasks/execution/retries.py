@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_SECONDS = [10.0, 20.0, 40.0]
 MAX_REASON_CHARS = 500
-# Permanent: a retry would meet the same file or bug. The project's own errors have an attribute `is_lasting`.
+# Permanent: a retry would meet the same file or bug. The project's own errors have an attribute
+# `is_lasting`.
 LASTING_ERRORS = (
     FileNotFoundError,
     IsADirectoryError,
@@ -47,13 +48,17 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The class and message of the error, without secrets and without the child's last lines (already shown)."""
+    """The class and message of the error, without secrets and without the child's last lines
+    (already shown).
+    """
     summary = error.summary if isinstance(error, ChildProcessFailed) else ""
     return redact(f"{type(error).__name__}: {summary or error}")
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
-    """A copy of the error with a one-line message: its summary, plus the last line of a child process."""
+    """A copy of the error with a one-line message: its summary, plus the last line of a child
+    process.
+    """
     short = copy.copy(error)
     is_child = isinstance(error, ChildProcessFailed)
     reason = str(error).rpartition("\n  | ")[2][:MAX_REASON_CHARS] if is_child else ""
@@ -64,7 +69,8 @@ def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | Se
 def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
     """Prefect's retry condition; logs the failure before each retry.
 
-    The state AwaitingRetry has no message in Prefect 3.7, so the page shows the reason through this log line.
+    The state AwaitingRetry has no message in Prefect 3.7, so the page shows the reason through this
+    log line.
     """
     error, attempt = state.data, task_run.run_count
     if is_lasting(error):

@@ -58,7 +58,8 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 def stage_task(
     name: str, *, task_run_name: str | None = None, afterwards: str = "run it again"
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage function. Its first argument is the run; `label`, if it has one, names it in the chain.
+    """Decorate a stage function. Its first argument is the run; `label`, if it has one, names it in
+    the chain.
 
     `afterwards` is the advice to give when the stage reaches its limit in flow.time_limits.
     """

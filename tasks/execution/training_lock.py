@@ -1,4 +1,5 @@
-"""One training at a time: a file lock that the training's supervisor inherits, so it outlives a killed flow.
+"""One training at a time: a file lock that the training's supervisor inherits, so it outlives a
+killed flow.
 
 The text in the file is for people and only valid while the file is locked.
 """
@@ -26,7 +27,9 @@ def training_lock_path(config: ChainConfig) -> Path:
 
 
 def nightly_lock_path(config: ChainConfig) -> Path:
-    """The lock that a nightly run holds from start to end, beside the training lock and named after it."""
+    """The lock that a nightly run holds from start to end, beside the training lock and named after
+    it.
+    """
     path = training_lock_path(config)
     return path.with_name(f"nightly-{path.name}")
 

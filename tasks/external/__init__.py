@@ -1,1 +1,3 @@
-"""Another trainer (train.backend) as the training stage: launch, progress, resume, conversion of checkpoints."""
+"""Another trainer (train.backend) as the training stage: launch, progress, resume, conversion of
+checkpoints.
+"""

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 # From the guides; layers and sizes depend on the training.
 _EXAMPLES = {
     "mindspeed-rl": "python convert_ckpt.py --use-mcore-models --model-type GPT --load-model-type mg "
-    "--save-model-type hf --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1 --load-dir "
+    "--save-model-type hf --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1 "
+    "--load-dir "
     "{checkpoint} --save-dir {model}, with the model's own flags of examples/ckpt",
     "mindspeed-mm": "mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.mm_dir {checkpoint} --cfg.hf_config.hf_dir "
     "{model} --cfg.save_hf_dir {output}, with --cfg.parallel_config of the training",
@@ -39,10 +40,12 @@ def converted(
     target: Path,
     on_line: Callable[[str], None] | None = None,
 ) -> Iterator[list[Path]]:
-    """Yield the folders to merge: the sources themselves, or the converted folder for Megatron weights.
+    """Yield the folders to merge: the sources themselves, or the converted folder for Megatron
+    weights.
 
-    The converted folder is created beside `target`, takes as much space, and is removed at the end. Raises
-    ConfigError if no converter is known, and ChildProcessFailed with its last lines if it fails.
+    The converted folder is created beside `target`, takes as much space, and is removed at the end.
+    Raises ConfigError if no converter is known, and ChildProcessFailed with its last lines if it
+    fails.
     """
     other = other_in(sources[0]) if len(sources) == 1 else None
     if other is None or other.form not in ("distributed", "iteration"):
@@ -66,7 +69,9 @@ def converted(
 
 
 def converter_command(config: ChainConfig, other: OtherCheckpoint, folder: Path) -> list[str]:
-    """The command that converts a checkpoint into `folder`/output: external.converter, or verl's merger."""
+    """The command that converts a checkpoint into `folder`/output: external.converter, or verl's
+    merger.
+    """
     external, backend = config.external, config.train.backend
     output, model, checkpoint = folder / "output", folder / "model", folder / "checkpoint"
     if external.converter is None and other.form == "distributed":
@@ -82,8 +87,10 @@ def converter_command(config: ChainConfig, other: OtherCheckpoint, folder: Path)
         return [*command, "--trust-remote-code"] if config.model.trust_remote_code else command
     if external.converter is None:
         raise ConfigError(
-            f"{other.path} holds Megatron weights of {backend}, whose converter depends on the model: set "
-            f"external.converter to its command, such as {_EXAMPLES.get(backend, _EXAMPLES['mindspeed-rl'])}. "
+            f"{other.path} holds Megatron weights of {backend}, whose converter depends on the "
+            "model: set "
+            "external.converter to its command, such as "
+            f"{_EXAMPLES.get(backend, _EXAMPLES['mindspeed-rl'])}. "
             "{checkpoint}, {model} and {output} are replaced, and it runs in external.source"
         )
     checkpoint.mkdir()  # the layout converters expect: the step folder, and the file that names it
@@ -99,7 +106,9 @@ def converter_command(config: ChainConfig, other: OtherCheckpoint, folder: Path)
 
 
 def _converted_folder(other: OtherCheckpoint, folder: Path) -> Path:
-    """The folder with safetensors that the converter wrote, completed with configuration and tokenizer."""
+    """The folder with safetensors that the converter wrote, completed with configuration and
+    tokenizer.
+    """
     places = {
         Path(root)
         for root, _, names in os.walk(folder)
@@ -107,7 +116,8 @@ def _converted_folder(other: OtherCheckpoint, folder: Path) -> Path:
     }
     if len(places) != 1:
         raise CheckpointError(
-            f"the converter of {other.path} succeeded but left {len(places)} folders with safetensors in "
+            f"the converter of {other.path} succeeded but left {len(places)} folders with "
+            "safetensors in "
             f"{folder}, not one; correct external.converter"
         )
     [found] = places
@@ -117,11 +127,14 @@ def _converted_folder(other: OtherCheckpoint, folder: Path) -> Path:
 
 
 def _copy_model_files(other: OtherCheckpoint, folder: Path) -> None:
-    """Copy configuration and tokenizer of the trained model into a folder without overwriting JSON files."""
+    """Copy configuration and tokenizer of the trained model into a folder without overwriting JSON
+    files.
+    """
     source = other.path.parent.parent / TRAINER_FOLDER / MODEL_FILES_FOLDER
     if not source.is_dir():
         raise CheckpointError(
-            f"{source} with the model's configuration and tokenizer is missing: merge the training output, "
+            f"{source} with the model's configuration and tokenizer is missing: merge the training "
+            "output, "
             "not a checkpoint that was moved out of it"
         )
     existing = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".json"}

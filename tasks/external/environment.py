@@ -30,7 +30,8 @@ class TrainerMissing(ConfigError):
 
 
 def trainer_versions(config: ChainConfig) -> dict[str, str]:
-    """The version and checkout commit that identify the trainer in a cache key; {} for our own trainer.
+    """The version and checkout commit that identify the trainer in a cache key; {} for our own
+    trainer.
 
     Raises TrainerMissing with the command that installs it.
     """
@@ -44,24 +45,31 @@ def trainer_versions(config: ChainConfig) -> dict[str, str]:
         found[f"{name} commit"] = _commit(Path(external.source))
     if not found:
         raise TrainerMissing(
-            f"train.backend={config.train.backend} runs from its checkout: set external.source to a clone "
+            f"train.backend={config.train.backend} runs from its checkout: set external.source to "
+            "a clone "
             "of its repository, on the branch for your CANN version"
         )
     return found
 
 
 def installed_version(config: ChainConfig) -> str:
-    """The installed version of the trainer; raises TrainerMissing if external.version is set and differs."""
+    """The installed version of the trainer; raises TrainerMissing if external.version is set and
+    differs.
+    """
     external, name = config.external, PACKAGES[config.train.backend]
     python = interpreter(external)
     version = _query_version(python, name, tuple(sorted(trainer_env(external).items())))
     required = external.version
-    command = f"{shlex.quote(python)} -m pip install {shlex.quote(f'{name}=={required}' if required else name)}"
+    command = (
+        f"{shlex.quote(python)} -m pip install "
+        f"{shlex.quote(f'{name}=={required}' if required else name)}"
+    )
     if version is None:
         raise TrainerMissing(f"external.python={python} does not have {name}: {command}")
     if required is not None and version != required:
         raise TrainerMissing(
-            f"external.python={python} has {name} {version}, but external.version={required}: {command}, or set "
+            f"external.python={python} has {name} {version}, but external.version={required}: "
+            f"{command}, or set "
             f"external.version={version}"
         )
     return version
@@ -71,7 +79,8 @@ def interpreter(external: ExternalConfig) -> str:
     """The absolute path of external.python; raises TrainerMissing if it is not a program."""
     if external.python is None:
         raise TrainerMissing(
-            "external.python is not set: name the interpreter of the environment that has the trainer, such as "
+            "external.python is not set: name the interpreter of the environment that has the "
+            "trainer, such as "
             "verl-env/bin/python"
         )
     if (found := shutil.which(external.python)) is None:
@@ -89,7 +98,8 @@ def trainer_env(external: ExternalConfig) -> dict[str, str]:
         if value.startswith("$"):
             if value[1:] not in os.environ:
                 raise ConfigError(
-                    f"external.env.{name}={value}: {value[1:]} is not set here; export it before the run"
+                    f"external.env.{name}={value}: {value[1:]} is not set here; export it before "
+                    "the run"
                 )
             env[name] = os.environ[value[1:]]
     return env
@@ -133,7 +143,8 @@ def _commit(source: Path) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         raise TrainerMissing(
-            f"external.source={source} is not a checkout with a readable commit ({reason.strip()}); clone the "
+            f"external.source={source} is not a checkout with a readable commit "
+            f"({reason.strip()}); clone the "
             "trainer's repository there"
         ) from None
 

@@ -28,10 +28,11 @@ JOB_FILE = "job.json"  # beside the command: its current job
 def as_job(
     external: ExternalConfig, start: Start, command_file: Path
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
-    """Yield the local command and its extra environment: the trainer itself, or the client of a Ray job.
+    """Yield the local command and its extra environment: the trainer itself, or the client of a Ray
+    job.
 
-    Stops a job left by an earlier attempt first; an error in the block stops the new job. The client exits with 1
-    if the job fails. Every node must see the training output.
+    Stops a job left by an earlier attempt first; an error in the block stops the new job. The
+    client exits with 1 if the job fails. Every node must see the training output.
     """
     if (address := job_server(external)) is None:
         yield start.argv, start.env

@@ -59,7 +59,8 @@ class Start:
 def start_of(config: ChainConfig, inputs: Inputs) -> Start:
     """Render the launch of the installed trainer.
 
-    Raises TrainerMissing if it is not installed, and ConfigError for settings that it does not support.
+    Raises TrainerMissing if it is not installed, and ConfigError for settings that it does not
+    support.
     """
     versions, external = trainer_versions(config), config.external
     version = versions.get(config.train.backend) or external.version
@@ -126,7 +127,9 @@ def _rows(own: str | None, prepared: Path) -> Path:
 
 
 def refuse_contradictions(overrides: Sequence[str], ours: Sequence[str]) -> None:
-    """Raise ConfigError for overrides that contradict `ours`, the overrides rendered from recipe keys."""
+    """Raise ConfigError for overrides that contradict `ours`, the overrides rendered from recipe
+    keys.
+    """
     expected = dict(map(_parsed, ours))
     wrong = [
         f"{name}={value} (the recipe sets {expected[name]})"
@@ -135,7 +138,8 @@ def refuse_contradictions(overrides: Sequence[str], ours: Sequence[str]) -> None
     ]
     if wrong:
         raise ConfigError(
-            f"external.overrides sets {', '.join(wrong)}: change the recipe's key (docs/from-verl.md "
+            f"external.overrides sets {', '.join(wrong)}: change the recipe's key "
+            "(docs/from-verl.md "
             "names it) and remove the override"
         )
 

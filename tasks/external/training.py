@@ -65,12 +65,13 @@ def train_with_other(
     on_step: OnStep | None = None,
     on_line: OnLine | None = None,
 ) -> OtherCheckpoint:
-    """Train with the trainer of train.backend and return its last checkpoint; outputs go to `inputs.output`.
+    """Train with the trainer of train.backend and return its last checkpoint; outputs go to
+    `inputs.output`.
 
-    Resumes from the newest complete checkpoint there. Calls `on_step(step, metrics)` after each step and `on_line`
-    with each other line of output. SIGTERM or SIGINT stops the trainer and raises TrainingStopped. Raises
-    ConfigError before it starts, ChildProcessFailed with the last lines if it fails, and CheckpointError if it
-    ends without the checkpoint of the last step.
+    Resumes from the newest complete checkpoint there. Calls `on_step(step, metrics)` after each
+    step and `on_line` with each other line of output. SIGTERM or SIGINT stops the trainer and
+    raises TrainingStopped. Raises ConfigError before it starts, ChildProcessFailed with the last
+    lines if it fails, and CheckpointError if it ends without the checkpoint of the last step.
     """
     folder, total = inputs.output / CHECKPOINTS, config.train.total_steps
     kept_steps = {*config.checkpoint.keep_steps, *config.checkpoint_steps}
@@ -109,7 +110,8 @@ def train_with_other(
 class Progress:
     """Turns the output lines of a trainer into steps.
 
-    verl steps are reported at once; MindSpeed steps after the next line, since they may wrap over several lines.
+    verl steps are reported at once; MindSpeed steps after the next line, since they may wrap over
+    several lines.
     """
 
     def __init__(self, on_step: OnStep, on_line: OnLine | None = None) -> None:
@@ -177,13 +179,16 @@ def with_reason(error: ChildProcessFailed, has_started: bool) -> ChildProcessFai
 
 
 def _newest(folder: Path, total: int) -> OtherCheckpoint | None:
-    """The checkpoint to resume from; corrects the trainer's pointer file if its checkpoint is missing."""
+    """The checkpoint to resume from; corrects the trainer's pointer file if its checkpoint is
+    missing.
+    """
     found = newest_other(folder)
     if found is None:
         return None
     if found.step > total:
         raise ConfigError(
-            f"{found.path} is from step {found.step}, beyond train.total_steps={total}: raise it, or name "
+            f"{found.path} is from step {found.step}, beyond train.total_steps={total}: raise it, "
+            "or name "
             "another --output"
         )
     newest = folder / NEWEST_FILE
@@ -205,18 +210,23 @@ def _require_finished(config: ChainConfig, output: Path) -> OtherCheckpoint:
         log = output / TRAINER_FOLDER / LOG_FILE
         if newest is None:
             raise CheckpointError(
-                f"{backend} ended with exit code 0 but wrote no checkpoint up to train.total_steps={total}; its "
+                f"{backend} ended with exit code 0 but wrote no checkpoint up to "
+                f"train.total_steps={total}; its "
                 f"log is {log}"
             )
         raise CheckpointError(
-            f"{backend} ended with exit code 0, but its last checkpoint is from step {newest.step}, before "
-            f"train.total_steps={total}: lower it to the trained steps (verl ends with its last epoch), "
+            f"{backend} ended with exit code 0, but its last checkpoint is from step "
+            f"{newest.step}, before "
+            f"train.total_steps={total}: lower it to the trained steps (verl ends with its last "
+            "epoch), "
             f"or check {log}"
         )
     if not read_json_lines(output / METRICS_FILE):
         raise CheckpointError(
-            f"{backend} wrote no recognizable metrics (verl: step:N - name:value - ...), so the report "
-            f"would be empty: keep its console logger on, and check {output / TRAINER_FOLDER / LOG_FILE}"
+            f"{backend} wrote no recognizable metrics (verl: step:N - name:value - ...), so the "
+            "report "
+            "would be empty: keep its console logger on, and check "
+            f"{output / TRAINER_FOLDER / LOG_FILE}"
         )
     return newest
 
@@ -240,11 +250,16 @@ def _set_aside(folder: Path) -> None:
 def _continued_from(folder: Path, total: int) -> str | None:
     if (newest := newest_other(folder)) is None:
         return None
-    return f"; its newest checkpoint is {newest.path} of {total} steps; the same command resumes from there"
+    return (
+        f"; its newest checkpoint is {newest.path} of {total} steps; the same command resumes from "
+        "there"
+    )
 
 
 def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
-    """The values shared by all attempts of one training: those of our own training, and the trainer's."""
+    """The values shared by all attempts of one training: those of our own training, and the
+    trainer's.
+    """
     external = config.external
     rows = {name: getattr(external, name) for name in ("train_rows", "held_out_rows")}
     return {
@@ -264,7 +279,8 @@ def refuse_checkpoint_of_another(
 ) -> None:
     """Raise CheckpointError if the checkpoint belongs to another training than `identity`.
 
-    Keys in checkpoint.allow_changed may differ. A checkpoint without a record was put there by the user.
+    Keys in checkpoint.allow_changed may differ. A checkpoint without a record was put there by the
+    user.
     """
     record = inputs.folder / IDENTITY_FILE
     if not record.is_file():
@@ -279,10 +295,13 @@ def refuse_checkpoint_of_another(
 
 
 def refuse_own_checkpoints(folder: Path) -> None:
-    """Raise CheckpointError if the folder has checkpoints of our own trainer, which others cannot resume."""
+    """Raise CheckpointError if the folder has checkpoints of our own trainer, which others cannot
+    resume.
+    """
     if own := step_folders(folder):
         raise CheckpointError(
-            f"{folder} has {len(own)} checkpoints of our own trainer, the newest {own[-1].name}, which another "
+            f"{folder} has {len(own)} checkpoints of our own trainer, the newest {own[-1].name}, "
+            "which another "
             "trainer cannot resume; name another --output, set train.backend=own to resume, or "
             "checkpoint.resume=never to move them aside"
         )

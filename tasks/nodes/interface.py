@@ -1,4 +1,6 @@
-"""Find the interface that reaches other nodes, from the kernel's routes without sending a packet; probe ports."""
+"""Find the interface that reaches other nodes, from the kernel's routes without sending a packet;
+probe ports.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ def interface_towards(
 ) -> Interface:
     """Return the interface that leads to the first reachable target, or the one called `name`.
 
-    Targets are host names or addresses of either family; an address of this machine selects its interface.
-    Link-local addresses, container bridges and loopback are rejected, but `name` may be loopback. If `name` has
-    several addresses, the one that `own_host` resolves to is used.
-    A machine that is its own only target and whose name resolves to loopback (Debian's 127.0.1.1) or not at all
-    uses the interface of the default route.
-    Raises NoInterfaceError with the reason and this machine's interfaces.
+    Targets are host names or addresses of either family; an address of this machine selects its
+    interface. Link-local addresses, container bridges and loopback are rejected, but `name` may be
+    loopback. If `name` has several addresses, the one that `own_host` resolves to is used. A
+    machine that is its own only target and whose name resolves to loopback (Debian's 127.0.1.1) or
+    not at all uses the interface of the default route. Raises NoInterfaceError with the reason and
+    this machine's interfaces.
     """
     if name is not None:
         return _named(name, targets, own_host)
@@ -62,13 +64,16 @@ def interface_towards(
                 return found
             fault = fault or f"{label}: {reason}"
     raise NoInterfaceError(
-        f"{fault or f'none of {targets} resolves'}; this machine has {describe_interfaces()}. Set the host's "
+        f"{fault or f'none of {targets} resolves'}; this machine has {describe_interfaces()}. Set "
+        "the host's "
         "address to one that the other hosts can reach, or set its interface"
     )
 
 
 def source_towards(address: str) -> str:
-    """Return this machine's source address for packets to an address; raises OSError if no route leads there."""
+    """Return this machine's source address for packets to an address; raises OSError if no route
+    leads there.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, ANY_PORT))
@@ -170,7 +175,10 @@ def unreachable(request: Mapping[str, Any]) -> str:
     except ConnectionRefusedError:
         return f"{head} refuses connections: no Ray listens there, or a firewall rejects them"
     except TimeoutError:
-        return f"{head} did not answer within {CONNECT_SECONDS:g} s: a firewall drops packets, or no route leads back"
+        return (
+            f"{head} did not answer within {CONNECT_SECONDS:g} s: a firewall drops packets, or no "
+            "route leads back"
+        )
     except OSError as error:
         return f"{head} cannot be reached from {request['address']}: {error.strerror}"
     return ""

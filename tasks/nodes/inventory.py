@@ -51,7 +51,8 @@ def _environment(variables: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"env has {name}, which `dapo cluster up` sets itself: remove it")
         if name.endswith("_SOCKET_IFNAME"):
             raise ValueError(
-                f"env has {name}, but the interface is found on each node: to use another one, set the host's "
+                f"env has {name}, but the interface is found on each node: to use another one, set "
+                "the host's "
                 "interface"
             )
     return variables
@@ -164,11 +165,13 @@ class Inventory(Section):
             raise ValueError(f"shell = {value!r} is not a command: {error}") from None
         if unknown := sorted(names - {*_SHELL_FIELDS}):
             raise ValueError(
-                f"shell has {{{unknown[0]}}}, but only {{host}}, {{address}} and {{user}} are filled in"
+                f"shell has {{{unknown[0]}}}, but only {{host}}, {{address}} and {{user}} are "
+                f"filled in"
             )
         if names.isdisjoint({"host", "address"}):
             raise ValueError(
-                f"shell = {value!r} would run everything on one machine: it needs {{host}} or {{address}}, as in "
+                f"shell = {value!r} would run everything on one machine: it needs {{host}} or "
+                f"{{address}}, as in "
                 "docker exec -i {host} bash -c"
             )
         return value
@@ -259,7 +262,9 @@ def read(path: str | Path) -> Inventory:
 
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
-    """Validate an inventory given as plain values; raises ConfigError with all problems, each naming `source`."""
+    """Validate an inventory given as plain values; raises ConfigError with all problems, each
+    naming `source`.
+    """
     problems = list(placeholders(tree, TEMPLATE_WORDS))
     try:
         inventory = Inventory.model_validate(tree)

@@ -1,6 +1,7 @@
 """Wait until all nodes have joined a Ray cluster with their devices, or report which have not.
 
-`python -m tasks.nodes.joined HEAD:PORT --resource NPU --count 32 --seconds 120 node1 node2` exits with 0 or 1.
+`python -m tasks.nodes.joined HEAD:PORT --resource NPU --count 32 --seconds 120 node1 node2` exits
+with 0 or 1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def wait_until_joined(
 
 
 def _missing(room: Room, hosts: Sequence[str], resource: str, count: int) -> str:
-    """Describe missing nodes and devices, "" for none. A host has joined if any address of its name has."""
+    """Describe missing nodes and devices, "" for none. A host has joined if any address of its name
+    has.
+    """
     joined = {name[len(_NODE) :] for name in room.total if name.startswith(_NODE)} - {
         "__internal_head__"
     }
@@ -51,7 +54,8 @@ def _missing(room: Room, hosts: Sequence[str], resource: str, count: int) -> str
     absent = [host for host in hosts if joined.isdisjoint(addresses_of(host))]
     missing = f"missing: {', '.join(absent)}; " if absent else ""
     return (
-        f"{len(joined)} of {len(hosts)} nodes have joined with {devices:g} of {count} {resource}; {missing}"
+        f"{len(joined)} of {len(hosts)} nodes have joined with {devices:g} of {count} {resource}; "
+        f"{missing}"
         f"joined: {', '.join(sorted(joined)) or 'none'}; see Ray's log on the others"
     )
 

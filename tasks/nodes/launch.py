@@ -1,4 +1,6 @@
-"""`dapo cluster up`: inspect every host, start Ray where it is missing, and wait until all have joined."""
+"""`dapo cluster up`: inspect every host, start Ray where it is missing, and wait until all have
+joined.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the head's address, the token's path on each node, hosts by name, those just started."""
+    """A running cluster: the head's address, the token's path on each node, hosts by name, those
+    just started.
+    """
 
     address: str
     token_path: str
@@ -35,16 +39,18 @@ class Cluster:
 
 
 def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
-    """Start Ray on every host of the inventory that is not running it yet, and wait until all have joined.
+    """Start Ray on every host of the inventory that is not running it yet, and wait until all have
+    joined.
 
-    Raises ClusterError with a reason per host: before anything is started if a host cannot be reached or does not
-    match the others, afterwards if a host has not joined within start_seconds.
+    Raises ClusterError with a reason per host: before anything is started if a host cannot be
+    reached or does not match the others, afterwards if a host has not joined within start_seconds.
     """
     record = ClusterRecord(store, inventory)
     with record.locked():
         if removed := [host.name for host in record.no_longer_listed(inventory)]:
             raise ClusterError(
-                f"{', '.join(removed)} was started but is no longer in {source}: run `dapo cluster down {source}` "
+                f"{', '.join(removed)} was started but is no longer in {source}: run `dapo cluster "
+                f"down {source}` "
                 "first, which also stops it, or put it back"
             )
         answers = _inspect(inventory)
@@ -64,8 +70,10 @@ def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
     if problems:
         count = len(inventory.hosts)
         raise ClusterError(
-            f"{count - len(problems)} of {count} hosts have joined {address}; missing:\n{_listed(problems)}\n"
-            "run `dapo cluster up` again to start the missing ones, or `dapo cluster down` to stop the others"
+            f"{count - len(problems)} of {count} hosts have joined {address}; "
+            f"missing:\n{_listed(problems)}\n"
+            "run `dapo cluster up` again to start the missing ones, or `dapo cluster down` to stop "
+            "the others"
         )
     return Cluster(address, token_path, hosts, started)
 
@@ -125,7 +133,9 @@ def request_of(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
 def _mismatches(
     inventory: Inventory, answers: Mapping[str, Answer], head: Answer
 ) -> dict[str, str]:
-    """Return the hosts whose versions, address, running Ray or number of devices do not fit, with the reason."""
+    """Return the hosts whose versions, address, running Ray or number of devices do not fit, with
+    the reason.
+    """
     problems: dict[str, str] = {}
     counts = Counter(answer.reply["interface"]["address"] for answer in answers.values())
     for host in inventory.hosts:
@@ -145,7 +155,8 @@ def _mismatches(
             )
         elif (record := answer.reply["running"]) and record["address"] != address:
             problems[host.name] = (
-                f"Ray is running at {record['address']} on {record['interface']}, but the inventory now leads to "
+                f"Ray is running at {record['address']} on {record['interface']}, but the "
+                "inventory now leads to "
                 f"{address}; `dapo cluster down` stops it"
             )
         elif num_devices is not None and num_devices < inventory.devices_of(host):
@@ -272,7 +283,9 @@ def _await_nodes(
     interfaces: Mapping[str, Mapping[str, Any]],
     problems: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Wait until all hosts without problems have joined; returns Ray's nodes by host, adds to `problems`."""
+    """Wait until all hosts without problems have joined; returns Ray's nodes by host, adds to
+    `problems`.
+    """
     deadline = time.monotonic() + inventory.start_seconds
     while True:
         nodes, fault = nodes_of(inventory, address, max(deadline - time.monotonic(), POLL_SECONDS))
@@ -290,7 +303,8 @@ def _await_nodes(
                 )
             elif (count := node["total"].get(inventory.resource, 0)) != inventory.devices_of(host):
                 missing[host.name] = (
-                    f"it joined with {count:g} {inventory.resource} instead of {inventory.devices_of(host)}: "
+                    f"it joined with {count:g} {inventory.resource} instead of "
+                    f"{inventory.devices_of(host)}: "
                     "another inventory started it; `dapo cluster down` stops it"
                 )
             else:

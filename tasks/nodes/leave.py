@@ -1,7 +1,8 @@
-"""`python -m tasks.nodes.leave`: a pod's preStop hook that stops its work before Kubernetes stops its Ray.
+"""`python -m tasks.nodes.leave`: a pod's preStop hook that stops its work before Kubernetes stops
+its Ray.
 
-It has the training write its last checkpoint and returns once that is done. In a pod without the training it waits
-for the training's actors. terminationGracePeriodSeconds limits it.
+It has the training write its last checkpoint and returns once that is done. In a pod without the
+training it waits for the training's actors. terminationGracePeriodSeconds limits it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def is_run(words: list[str]) -> bool:
 
 
 def is_training(words: list[str]) -> bool:
-    """True for the supervisor of a detached command, which forwards the first SIGTERM and ignores the rest."""
+    """True for the supervisor of a detached command, which forwards the first SIGTERM and ignores
+    the rest.
+    """
     return _is_supervisor(words) and '"detached": null' not in "".join(words[:5])
 
 
@@ -54,9 +57,11 @@ def _is_supervisor(words: list[str]) -> bool:
 
 
 def main() -> None:
-    """Send SIGTERM to the training, or to a run at another stage, and wait until all work has ended.
+    """Send SIGTERM to the training, or to a run at another stage, and wait until all work has
+    ended.
 
-    Never to both: Ray may have signalled the run already, and a second signal to a run kills its training.
+    Never to both: Ray may have signalled the run already, and a second signal to a run kills its
+    training.
     """
     found = list(commands())
     for pid, _ in [each for each in found if is_training(each[1])] or [

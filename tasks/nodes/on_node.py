@@ -1,11 +1,13 @@
-"""The node's side of `dapo cluster`, run from the node's own copy of the project: inspect it, start and stop Ray.
+"""The node's side of `dapo cluster`, run from the node's own copy of the project: inspect it, start
+and stop Ray.
 
     ~/.dapo/clusters/HEAD_PORT/HOST/record.json    the running Ray: the supervisor's pid and start time, interface
                                     ray.log        Ray's output; locked while the supervisor lives
     ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while the host's Ray is being started or stopped
 
-Ray runs in the foreground under the supervisor of tasks/processes, which ends every process below it, daemons
-included. Its sessions and sockets are in a temporary folder of their own, which is removed with it.
+Ray runs in the foreground under the supervisor of tasks/processes, which ends every process below
+it, daemons included. Its sessions and sockets are in a temporary folder of their own, which is
+removed with it.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that this node, the head, can reach every other node; returns faults and warnings by host."""
+    """Check that this node, the head, can reach every other node; returns faults and warnings by
+    host.
+    """
     faults: dict[str, str] = {}
     warnings: dict[str, str] = {}
     for name, address in request["addresses"].items():
@@ -129,7 +133,8 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
             )
         elif back is not None and back.name != request["interface"]:
             warnings[name] = (
-                f"packets to the head arrive at {request['address']} on {request['interface']} but return through "
+                f"packets to the head arrive at {request['address']} on {request['interface']} but "
+                "return through "
                 f"{back.name}: if packets are lost, set interface on both hosts"
             )
     return {"faults": faults, "warnings": warnings}
@@ -203,7 +208,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Raise BrokenPipeError if the requesting command was interrupted and no longer reads the reply."""
+    """Raise BrokenPipeError if the requesting command was interrupted and no longer reads the
+    reply.
+    """
     output = select.poll()
     output.register(1, 0)
     if output.poll(0):
@@ -317,7 +324,9 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _status(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of the running Ray and whether it can reach the head, or how the last one ended."""
+    """Return the record of the running Ray and whether it can reach the head, or how the last one
+    ended.
+    """
     folder = folder_of(request)
     if (record := running(folder)) is not None:
         return {"running": record, "unreachable": unreachable(record)}
@@ -389,7 +398,9 @@ def _remove_files(folder: Path) -> None:
 
 
 def _write_token(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the cluster's address and token into the cluster's folder, which only this user can read."""
+    """Write the cluster's address and token into the cluster's folder, which only this user can
+    read.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     folder.parent.chmod(0o700)
     durable.write_atomically(folder.parent / ADDRESS, request["head_address"])

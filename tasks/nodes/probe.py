@@ -1,7 +1,8 @@
-"""The first program on a node: check that it has the project, the same code, and which Python and Ray.
+"""The first program on a node: check that it has the project, the same code, and which Python and
+Ray.
 
-`reach.py` pipes this file into the node's interpreter, so it only uses the standard library. The request is then
-handled by the node's own copy of the project, in on_node.py.
+`reach.py` pipes this file into the node's interpreter, so it only uses the standard library. The
+request is then handled by the node's own copy of the project, in on_node.py.
 """
 
 from __future__ import annotations

@@ -27,12 +27,16 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ./_~=:,;|&<>(){}-]")
 
 
 class ClusterError(DapoError, RuntimeError):
-    """Hosts cannot be reached, do not match, or do not start Ray; the message has the reason for each host."""
+    """Hosts cannot be reached, do not match, or do not start Ray; the message has the reason for
+    each host.
+    """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A host's reply, or the problem that prevented it; versions are known once its interpreter runs."""
+    """A host's reply, or the problem that prevented it; versions are known once its interpreter
+    runs.
+    """
 
     reply: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -45,7 +49,8 @@ def ask(
     work_seconds: float = ANSWER_SECONDS,
     must_be_equal: bool = False,
 ) -> dict[str, Answer]:
-    """Send each host its request; returns the answers by name, in the requests' order. Failures are answers too.
+    """Send each host its request; returns the answers by name, in the requests' order. Failures are
+    answers too.
 
     With `must_be_equal`, a host with different code replies with its versions only.
     """
@@ -120,7 +125,9 @@ def _ask(
 
 
 def line_on_host(inventory: Inventory) -> str:
-    """Return the line that runs a program from standard input in the host's project folder, in any login shell."""
+    """Return the line that runs a program from standard input in the host's project folder, in any
+    login shell.
+    """
     folder, python = (_quoted(text) for text in (inventory.project, inventory.python))
     has_python = f"command -v {python} >/dev/null 2>&1 || exit {NO_PYTHON}"
     # setup must not read the program from standard input, nor write into the reply
@@ -138,7 +145,8 @@ def in_bash(line: str) -> str:
     numbers = _NOT_PLAIN.sub(
         lambda found: f"\\0{ord(found[0]):03o}", line.encode().decode("latin-1")
     )
-    return f'exec bash --norc -c \'eval "$(printf %b "{numbers}")"\''  # the login shell has read ~/.bashrc
+    # the login shell has read ~/.bashrc
+    return f'exec bash --norc -c \'eval "$(printf %b "{numbers}")"\''
 
 
 def _quoted(path: str) -> str:
@@ -158,7 +166,8 @@ def _parse(inventory: Inventory, reply: dict[str, Any]) -> Answer:
         return Answer(problem=problem, versions=versions)
     if "answer" not in reply:
         problem = (
-            f"its code in {reply['cwd']} differs from the code here (digest {reply['digest'][:12]}, here "
+            f"its code in {reply['cwd']} differs from the code here (digest "
+            f"{reply['digest'][:12]}, here "
             f"{own_digest()[:12]}): update both to the same commit"
         )
         return Answer(problem=problem, versions=versions)
@@ -176,7 +185,10 @@ def _why_silent(inventory: Inventory, host: Host, status: int, errors: str) -> s
     if status == NO_SETUP:
         return f"setup failed there: {last}"
     if status == 0:
-        return "the command did not run our program: shell must pass on standard input, as docker exec -i does"
+        return (
+            "the command did not run our program: shell must pass on standard input, as docker "
+            "exec -i does"
+        )
     if Path(inventory.command(host, "")[0]).name == SSH and status == 255:
         user = f"{inventory.user}@" if inventory.user else ""
         advice = {

@@ -21,7 +21,9 @@ def cluster_key(inventory: Inventory) -> str:
 
 
 class ClusterRecord:
-    """The record of one cluster; `hosts` by name: how each is reached, and its interface and Ray node."""
+    """The record of one cluster; `hosts` by name: how each is reached, and its interface and Ray
+    node.
+    """
 
     def __init__(self, store: Path, inventory: Inventory) -> None:
         self.path = store / FOLDER / f"{cluster_key(inventory)}.json"
@@ -53,7 +55,9 @@ class ClusterRecord:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Read the record, and exclude other commands of this machine that start or stop the cluster."""
+        """Read the record, and exclude other commands of this machine that start or stop the
+        cluster.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
         with durable.locked(lock, waiting="which starts or stops the cluster"):

@@ -17,8 +17,8 @@ from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from tasks.nodes.inventory import SSH, Inventory, read, resolve
 
-# Runs an overlapping step on a node of the job. If SLURM tracks processes by cgroup, Ray would end with the step:
-# then ssh is used, which puts Ray into the job itself.
+# Runs an overlapping step on a node of the job. If SLURM tracks processes by cgroup, Ray would end
+# with the step: then ssh is used, which puts Ray into the job itself.
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none --nodelist={host} sh -c"
 SCONTROL_SECONDS = 20
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # SLURM writes 72(x2),36 for 72, 72, 36
@@ -40,7 +40,9 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class _Allocation:
-    """An allocation's nodes with their devices and CPUs; None if the scheduler does not report them."""
+    """An allocation's nodes with their devices and CPUs; None if the scheduler does not report
+    them.
+    """
 
     source: str
     devices: Mapping[str, int | None]
@@ -57,9 +59,9 @@ def machines_of(path: Path | None, environ: Mapping[str, str]) -> tuple[Inventor
 def from_scheduler(environ: Mapping[str, str]) -> Inventory:
     """Return the nodes of the current job as an inventory; the first is the head.
 
-    Supports SLURM, PBS and Torque, and Volcano jobs on Kubernetes. If the scheduler does not count devices, each
-    node is assumed to have as many as this machine. Raises ConfigError outside a job, and if the job does not list
-    its nodes.
+    Supports SLURM, PBS and Torque, and Volcano jobs on Kubernetes. If the scheduler does not count
+    devices, each node is assumed to have as many as this machine. Raises ConfigError outside a job,
+    and if the job does not list its nodes.
     """
     for name, allocation_of in (
         ("SLURM_JOB_ID", _from_slurm),
@@ -69,8 +71,10 @@ def from_scheduler(environ: Mapping[str, str]) -> Inventory:
         if environ.get(name):
             return _inventory(allocation_of(environ), environ)
     raise ConfigError(
-        "not inside a scheduler's job (none of SLURM_JOB_ID, PBS_NODEFILE and KUBERNETES_SERVICE_HOST is set): "
-        "name an inventory, such as deploy/inventory.yaml with your machines, or run this inside an allocation"
+        "not inside a scheduler's job (none of SLURM_JOB_ID, PBS_NODEFILE and "
+        "KUBERNETES_SERVICE_HOST is set): "
+        "name an inventory, such as deploy/inventory.yaml with your machines, or run this inside "
+        "an allocation"
     )
 
 
@@ -88,7 +92,9 @@ def _inventory(found: _Allocation, environ: Mapping[str, str]) -> Inventory:
 
 
 def _setup_of_cann(environ: Mapping[str, str]) -> str | None:
-    """Return a shell line that sources this machine's CANN files: commands over ssh lack their variables."""
+    """Return a shell line that sources this machine's CANN files: commands over ssh lack their
+    variables.
+    """
     homes = [
         Path(environ[name])
         for name in ("ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH")
@@ -163,7 +169,9 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:
-    """Return the name of the generic resource and its count per node; None if SLURM does not report it."""
+    """Return the name of the generic resource and its count per node; None if SLURM does not report
+    it.
+    """
     job = " ".join(_scontrol("show", "job", "--oneliner", environ["SLURM_JOB_ID"]))
     per_node = re.search(r"TresPerNode=(\S+)", job)
     if per_node and (found := _GRES.findall(per_node[1])):
@@ -179,7 +187,9 @@ def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:
 
 
 def _kind_of_gpus() -> str:
-    """The kind of device that the scheduler counts as GPUs: NPUs if the site registers them so, else CUDA."""
+    """The kind of device that the scheduler counts as GPUs: NPUs if the site registers them so,
+    else CUDA.
+    """
     import importlib.util
 
     return "npu" if importlib.util.find_spec("torch_npu") else "cuda"
@@ -259,8 +269,10 @@ def _from_volcano(environ: Mapping[str, str]) -> _Allocation:
     if not found:
         name = socket.gethostname()
         raise ConfigError(
-            f"pod {name}: Kubernetes does not tell a pod the names of the others. Use Volcano, which does (plugin "
-            "svc, VC_*_HOSTS), list the pods in an inventory (a StatefulSet has NAME-0.SERVICE and so on), or let "
+            f"pod {name}: Kubernetes does not tell a pod the names of the others. Use Volcano, "
+            "which does (plugin "
+            "svc, VC_*_HOSTS), list the pods in an inventory (a StatefulSet has NAME-0.SERVICE and "
+            "so on), or let "
             "KubeRay start them: `dapo cluster render INVENTORY --kuberay`"
         )
     tasks = sorted(found, key=lambda task: (not any(head in task for head in _HEADS), task))

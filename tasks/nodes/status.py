@@ -21,7 +21,9 @@ UP, LOST, ENDED, ABSENT, SILENT = "up", "lost", "ended", "not started", "not rea
 
 @dataclass(frozen=True)
 class HostStatus:
-    """The state of a host's Ray and why, its interface, Ray node and devices; `started_at` in epoch seconds."""
+    """The state of a host's Ray and why, its interface, Ray node and devices; `started_at` in epoch
+    seconds.
+    """
 
     host: str
     state: str
@@ -84,7 +86,9 @@ def _status(
 
 @dataclass(frozen=True)
 class Ending:
-    """The result of `down`: lines to print, and the hosts that could not be stopped, with the reason."""
+    """The result of `down`: lines to print, and the hosts that could not be stopped, with the
+    reason.
+    """
 
     ended: list[str]
     left: dict[str, str]

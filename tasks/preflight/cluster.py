@@ -60,7 +60,9 @@ def check_cluster(
 
 
 def _answer_seconds(address: str) -> float:
-    """Return how long to wait for the cluster: longer if its port answers, as joining takes many round trips."""
+    """Return how long to wait for the cluster: longer if its port answers, as joining takes many
+    round trips.
+    """
     if not address.rpartition(":")[2].isdecimal():  # auto
         return ANSWER_SECONDS
     try:
@@ -71,7 +73,9 @@ def _answer_seconds(address: str) -> float:
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check health, links and free memory of this machine's devices, for a training with a private Ray."""
+    """Check health, links and free memory of this machine's devices, for a training with a private
+    Ray.
+    """
     from tasks.preflight.node_probe import devices_here
 
     kind = config.train.device
@@ -155,7 +159,9 @@ class _NodeChecks:
         of: Mapping[Node, Sequence[Any]] | None = None,
         more_seconds: float = 0.0,
     ) -> dict[Node, Any]:
-        """Call a method on all probes, or on those in `of` with their own arguments; failures become findings."""
+        """Call a method on all probes, or on those in `of` with their own arguments; failures
+        become findings.
+        """
         from dapo_core.cluster.every_node import ask
 
         of = dict.fromkeys(self.probes, arguments) if of is None else of
@@ -207,7 +213,8 @@ class _NodeChecks:
             checks.check_clocks(skews, self.findings)
 
     def _skew_of(self, node: Node) -> tuple[float, float] | None:
-        """Return the seconds that a node's clock is ahead, and the error: half of the shortest round trip.
+        """Return the seconds that a node's clock is ahead, and the error: half of the shortest
+        round trip.
 
         None if the node does not answer one of the readings.
         """
@@ -271,7 +278,9 @@ class _NodeChecks:
         checks.check_connections(taken, failures, sum(map(len, targets.values())), self.findings)
 
     def _check_all_reduce(self) -> None:
-        """Run an all-reduce between neighbours in a ring of nodes, pair by pair, to find a failing pair."""
+        """Run an all-reduce between neighbours in a ring of nodes, pair by pair, to find a failing
+        pair.
+        """
         results: dict[Pair, str | float] = {}
         for pairs in rounds(list(self.probes)):
             results |= self._reduce(pairs)
@@ -310,9 +319,11 @@ class _NodeChecks:
 
 
 def _targets(node: Node, listening: Mapping[Node, Any]) -> list[tuple[str, int, str, str, str]]:
-    """Return address, port and greeting of each listening port, the range's name, and the node's name.
+    """Return address, port and greeting of each listening port, the range's name, and the node's
+    name.
 
-    Each node starts with its successor, so that they do not all connect to one node at the same time.
+    Each node starts with its successor, so that they do not all connect to one node at the same
+    time.
     """
     nodes = list(listening)
     after = nodes.index(node) + 1

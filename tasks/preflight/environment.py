@@ -1,4 +1,6 @@
-"""The environment linter: what each variable does to a training, and which are missing, obsolete or harmful."""
+"""The environment linter: what each variable does to a training, and which are missing, obsolete or
+harmful.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Read the inputs of a recipe for its checks: local files before a run, everything else once it is fetched."""
+"""Read the inputs of a recipe for its checks: local files before a run, everything else once it is
+fetched.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Inputs:
     later: tuple[str, ...] = ()
 
     def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
-        """Return the local sets that will be evaluated: the benchmarks, or data.eval if there are none."""
+        """Return the local sets that will be evaluated: the benchmarks, or data.eval if there are
+        none.
+        """
         named = config.evaluate.named
         if not named:
             return [(None, self.evaluation)] if self.evaluation is not None else []
@@ -49,7 +53,9 @@ class Inputs:
 
 
 def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
-    """Read the recipe's local files, unless there are findings already. Unusable rows become findings."""
+    """Read the recipe's local files, unless there are findings already. Unusable rows become
+    findings.
+    """
     inputs = Inputs(later=inputs_later(config))
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
@@ -107,7 +113,9 @@ def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
 
 
 def _is_read_later(source: Source) -> bool:
-    """True if only the first two stages read all of the source: it is remote, or larger than MAX_BYTES."""
+    """True if only the first two stages read all of the source: it is remote, or larger than
+    MAX_BYTES.
+    """
     if source.is_generated or source.path is None:
         return not source.is_generated
     files = source.path.rglob("*") if source.path.is_dir() else [source.path]

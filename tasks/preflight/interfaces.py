@@ -1,4 +1,6 @@
-"""Names of network interfaces: those of containers and virtual machines, and how variables name one."""
+"""Names of network interfaces: those of containers and virtual machines, and how variables name
+one.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _VIRTUAL = (
     "nerdctl",
 )  # beginnings
 _BRIDGE_OF_DOCKER = re.compile(r"br-[0-9a-f]{12}")
-# Variables that name a node's interface: gloo and torch's tensor pipes take a name, the others the beginning of
-# one, or after "=" all of it. tasks/preflight/environment.yaml says what each does.
+# Variables that name a node's interface: gloo and torch's tensor pipes take a name, the others the
+# beginning of one, or after "=" all of it. tasks/preflight/environment.yaml says what each does.
 INTERFACE_VARIABLES = {
     "cpu": {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"},
     "cuda": {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"},

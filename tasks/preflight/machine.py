@@ -76,7 +76,9 @@ def check_machine(
 
 
 def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check this machine's devices for policy ranks and rollout workers, unless a cluster provides them."""
+    """Check this machine's devices for policy ranks and rollout workers, unless a cluster provides
+    them.
+    """
     train, device = config.train, device_for(config.train.device)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         findings.add(
@@ -107,8 +109,10 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
                 else ", let ranks and engines share (train.placement=colocated)"
             )
             raise ConfigError(
-                f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but this machine "
-                f"has {len(names)} visible {device.kind} devices ({device.visible_variable}); lower these keys"
+                f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but "
+                "this machine "
+                f"has {len(names)} visible {device.kind} devices ({device.visible_variable}); "
+                "lower these keys"
                 f"{sharing} or set train.ray_address to a cluster"
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
@@ -124,7 +128,9 @@ def _is_on_a_cluster(config: ChainConfig) -> bool:
 
 
 def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Check devices, ports and compiler of the servers; on a CPU also that vLLM supports the model's head size."""
+    """Check devices, ports and compiler of the servers; on a CPU also that vLLM supports the
+    model's head size.
+    """
     serve = config.serve
     with findings.catching("serving"):
         serve_environments(serve, os.environ)
@@ -135,19 +141,23 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
             )
             if needs_compiler:
                 raise ConfigError(
-                    "serve.eager=false compiles the model, but there is no C++ compiler; --set serve.eager=true"
+                    "serve.eager=false compiles the model, but there is no C++ compiler; --set "
+                    "serve.eager=true"
                 )
             if facts.head_width is not None and facts.head_width not in CPU_HEAD_WIDTHS:
                 raise ConfigError(
-                    f"the model's attention head size is {facts.head_width}, but vLLM on a CPU supports "
-                    f"{', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would crash at the first request; "
+                    f"the model's attention head size is {facts.head_width}, but vLLM on a CPU "
+                    "supports "
+                    f"{', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would crash at the first "
+                    "request; "
                     "choose another model"
                 )
             if serve.memory_gigabytes is None:
                 findings.add(
                     "serving",
                     WARN,
-                    "serve.memory_gigabytes is unset: on a CPU vLLM takes most of the memory for its cache",
+                    "serve.memory_gigabytes is unset: on a CPU vLLM takes most of the memory for "
+                    "its cache",
                     "--set serve.memory_gigabytes=1.0",
                 )
     if config.train.compile and config.train.device == "cpu" and not shutil.which("g++"):
@@ -175,7 +185,8 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
             findings.add(
                 "cache",
                 FAIL,
-                f"{key}={gigabytes:g} cannot hold a sequence of {tokens} tokens, whose keys and values take "
+                f"{key}={gigabytes:g} cannot hold a sequence of {tokens} tokens, whose keys and "
+                "values take "
                 f"{needed:.2f} GiB: vLLM would refuse to start",
                 f"--set {key}={needed * CACHE_MARGIN + 0.05:.1f}, or lower the lengths",
             )
@@ -210,7 +221,8 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
             FAIL,
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
             f"{describe_bytes(needed)}{' more than is already written' if written else ''}{kept}",
-            "set another store.path, fewer steps in evaluate.checkpoints or a lower checkpoint.keep_last, or run "
+            "set another store.path, fewer steps in evaluate.checkpoints or a lower "
+            "checkpoint.keep_last, or run "
             "`dapo gc --keep-runs N`",
         )
     else:
@@ -220,7 +232,9 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
 
 
 def _written_bytes(config: ChainConfig, disk: Disk) -> int:
-    """Return how many of the plan's bytes finished stages and a resumable training have written already."""
+    """Return how many of the plan's bytes finished stages and a resumable training have written
+    already.
+    """
     store, num_bytes = ArtifactStore(config.store.path), 0
     found: dict[str, Artifact] = {}
     for link in chain_of(config):

@@ -1,4 +1,6 @@
-"""Memory plans for another trainer's Megatron: check that its splits divide the model, propose splits that fit."""
+"""Memory plans for another trainer's Megatron: check that its splits divide the model, propose
+splits that fit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tasks.config import ChainConfig
 
 MINDSPEED = "actor_config."
 MAX_SIZE = 64  # of a parallel dimension; larger ones are for models beyond these recipes
-# In verl's order: options that only cost time, then tensor (within a node), expert, pipeline and context.
+# In verl's order: options that only cost time, then tensor (within a node), expert, pipeline and
+# context.
 _SWITCHES = ("train.gradient_checkpointing", "train.offload_parameters", "train.offload_optimizer")
 _HOST_OPTIMIZER = (
     f"+{OPTIMIZER}optimizer_cpu_offload=True",
@@ -32,7 +35,9 @@ Step = tuple[str, ChainConfig, Splits]  # a change, and the recipe and splits wi
 
 
 def splits_in(config: ChainConfig, shape: ModelShape) -> Splits | None:
-    """Return the splits of verl's Megatron or of MindSpeed, None for FSDP2; ConfigError if they do not divide."""
+    """Return the splits of verl's Megatron or of MindSpeed, None for FSDP2; ConfigError if they do
+    not divide.
+    """
     train, is_verl = config.train, config.train.backend == "verl"
     if train.backend == "own" or (is_verl and config.external.strategy != "megatron"):
         return None
@@ -49,7 +54,9 @@ def splits_in(config: ChainConfig, shape: ModelShape) -> Splits | None:
 
 
 def megatron_change(config: ChainConfig, shape: ModelShape, plan: MemoryPlan) -> str | None:
-    """Describe the changes that make the plan fit, in the order of verl's advice; None if they are not enough."""
+    """Describe the changes that make the plan fit, in the order of verl's advice; None if they are
+    not enough.
+    """
     splits = splits_in(config, shape)
     assert splits is not None
     taken: list[str] = []
@@ -68,7 +75,9 @@ def megatron_change(config: ChainConfig, shape: ModelShape, plan: MemoryPlan) ->
 
 
 def _engines_exceed(plan: MemoryPlan) -> bool:
-    """True if the engines exceed the device: no sequence fits their cache, or the peak is not a rank's."""
+    """True if the engines exceed the device: no sequence fits their cache, or the peak is not a
+    rank's.
+    """
     return plan.engine.num_sequences == 0 or plan.loads[0].phase not in ("anchor", "update")
 
 

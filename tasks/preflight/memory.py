@@ -1,4 +1,6 @@
-"""The memory plan of a recipe: find the model's shape and the devices' memory, and check that it fits."""
+"""The memory plan of a recipe: find the model's shape and the devices' memory, and check that it
+fits.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ def plan_of(
     gigabytes: float | None = None,
     limit: Limit | None = None,
 ) -> MemoryPlan:
-    """Return the recipe's plan; `folder` is the fetched model, `gigabytes` overrides the device's GiB.
+    """Return the recipe's plan; `folder` is the fetched model, `gigabytes` overrides the device's
+    GiB.
 
     `limit` is the memory found on the devices; it is used if the recipe names no device model.
-    Raises ConfigError for a model without a local config.json that is not in the table of published models, and
-    for an unknown device; ModelError for an architecture whose tensors are not known.
+    Raises ConfigError for a model without a local config.json that is not in the table of published
+    models, and for an unknown device; ModelError for an architecture whose tensors are not known.
     """
     shape = shape_of(model_config(config.model, folder))
     if limit is None or config.train.device_model is not None:
@@ -60,7 +63,9 @@ def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None 
 
 
 def _as_counted(config: Root) -> Root:
-    """Return the recipe for the memory formulas: verl computes the logits of a whole micro-batch at once."""
+    """Return the recipe for the memory formulas: verl computes the logits of a whole micro-batch at
+    once.
+    """
     if config.train.backend == "own":
         return config
     return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
@@ -108,7 +113,9 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limit:
-    """Return a device's memory: `gigabytes` if given, else that of train.device_model, else this machine's."""
+    """Return a device's memory: `gigabytes` if given, else that of train.device_model, else this
+    machine's.
+    """
     train = config.train
     if gigabytes is not None:
         return Limit(f"{gigabytes:g} GiB as given", int(gigabytes * GIB))
@@ -116,7 +123,8 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
         size = find_device(train.device_model)
         if size.kind != train.device:
             raise ConfigError(
-                f"train.device_model={train.device_model} is a {size.kind} device, but train.device="
+                f"train.device_model={train.device_model} is a {size.kind} device, but "
+                "train.device="
                 f"{train.device}; change one of the two"
             )
         return Limit(train.device_model, size.num_bytes)
@@ -145,7 +153,8 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
     if known is None:
         name = model.path if model.source == "path" else model_name(model)
         raise ConfigError(
-            f"the memory plan needs config.json of {name}, which is not on this machine; fetch the model (dapo "
+            f"the memory plan needs config.json of {name}, which is not on this machine; fetch the "
+            "model (dapo "
             f"stage fetch-model) or set model.path to its folder. Built in: {', '.join(PUBLISHED)}"
         )
     return known

@@ -1,4 +1,6 @@
-"""Check a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's prompts."""
+"""Check a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ModelFacts:
 
 
 def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelFacts:
-    """Return the facts of a model folder; add a finding for anything training, engines or servers would reject."""
+    """Return the facts of a model folder; add a finding for anything training, engines or servers
+    would reject.
+    """
     num_before = len(findings)
     with findings.catching("model"):
         require_model_folder(folder)
@@ -62,7 +66,10 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     text = model_config.get_text_config()
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if len(findings) == num_before:
-        found = f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat template present"
+        found = (
+            f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat "
+            "template present"
+        )
         findings.add("model", OK, found)
     return ModelFacts(
         tokenizer,
@@ -80,17 +87,21 @@ def _require_even_heads(text: Any, config: ChainConfig) -> None:
     for section, size in sizes.items():
         if heads % size:
             raise ConfigError(
-                f"{section}.tensor_parallel={size} does not divide the model's {heads} attention heads; set it to "
+                f"{section}.tensor_parallel={size} does not divide the model's {heads} attention "
+                "heads; set it to "
                 f"a divisor of {heads}"
             )
 
 
 def _require_parts(text: Any, config: ChainConfig) -> None:
-    """Raise ConfigError for more pipeline stages than layers, or expert parallelism of a model without experts."""
+    """Raise ConfigError for more pipeline stages than layers, or expert parallelism of a model
+    without experts.
+    """
     layers, stages = getattr(text, "num_hidden_layers", 0), config.rollout.pipeline_parallel
     if layers and stages > layers:
         raise ConfigError(
-            f"rollout.pipeline_parallel={stages} is more stages than the model's {layers} layers; set it to "
+            f"rollout.pipeline_parallel={stages} is more stages than the model's {layers} layers; "
+            "set it to "
             f"{layers} or less"
         )
     experts = ("num_experts", "num_local_experts", "n_routed_experts")

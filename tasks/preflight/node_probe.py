@@ -40,7 +40,9 @@ GREETING_BYTES = 32
 
 
 def node_environment() -> dict[str, str]:
-    """Return the raylet's environment, as Ray changes some variables for workers; outside Ray, this process's."""
+    """Return the raylet's environment, as Ray changes some variables for workers; outside Ray, this
+    process's.
+    """
     parent = psutil.Process().parent()
     if parent is not None and parent.name() == "raylet":
         return dict(parent.environ())
@@ -59,7 +61,9 @@ def ray_options() -> dict[str, str]:
 def port_ranges(
     environment: Mapping[str, str], ray: Mapping[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Return first and last port of each range that training processes listen on, by name; 0: any free port."""
+    """Return first and last port of each range that training processes listen on, by name; 0: any
+    free port.
+    """
     ranges = {"any free port": (0, 0)}
     first, last = (int(ray.get(f"{end}_worker_port", "0")) for end in ("min", "max"))
     if first:
@@ -82,7 +86,9 @@ def versions_here(
 
 
 def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the visible devices with their processes, links (NPU) and unreadable lines; None for a CPU."""
+    """Return the visible devices with their processes, links (NPU) and unreadable lines; None for a
+    CPU.
+    """
     if device not in TOOLS:
         return None
     from dapo_core.device import device_for
@@ -92,7 +98,8 @@ def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] 
     visible, unread = found.visible(environment.get(variable)), list(found.unread)
     if found.devices and not visible and environment.get(variable):
         unread.append(
-            f"{variable}={environment[variable]} selects none of the devices that {found.tool} shows"
+            f"{variable}={environment[variable]} selects none of the devices that {found.tool} "
+            "shows"
         )
     report: dict[str, Any] = {
         "tool": found.tool,
@@ -194,9 +201,11 @@ class NodeProbe:
         return differences(paths, expected, probe)
 
     def listen(self, address: str) -> dict[str, Any]:
-        """Listen on a port of each range; returns the ports, the addresses to reach them at, and the greeting.
+        """Listen on a port of each range; returns the ports, the addresses to reach them at, and
+        the greeting.
 
-        A port is None if its whole range is taken. `address` is Ray's; variables may select other interfaces.
+        A port is None if its whole range is taken. `address` is Ray's; variables may select other
+        interfaces.
         """
         environment, greeting = node_environment(), secrets.token_hex(GREETING_BYTES // 2)
         ranges = port_ranges(environment, ray_options())
@@ -221,7 +230,9 @@ class NodeProbe:
         return None
 
     def reach(self, targets: Sequence[tuple[str, int, str]]) -> list[str]:
-        """Connect to each address and port and compare the greeting; returns why each failed, "" if it did not."""
+        """Connect to each address and port and compare the greeting; returns why each failed, "" if
+        it did not.
+        """
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
             return list(pool.map(_reach, targets))
 
@@ -257,7 +268,8 @@ def _reach_once(host: str, port: int, greeting: str) -> str:
 
 
 def all_reduce(rank: int, meeting_point: str, kind: str, max_seconds: float) -> float:
-    """Time an all-reduce between this process and the other rank, once they are connected; returns seconds.
+    """Time an all-reduce between this process and the other rank, once they are connected; returns
+    seconds.
 
     Raises ConfigError for a wrong sum, and torch's own errors.
     """

@@ -61,7 +61,9 @@ def _more(shown: Sequence[Any]) -> str:
 def add_grouped(
     findings: Findings, found: Iterable[tuple[str, str, str, str]], num_nodes: int
 ) -> None:
-    """Append findings given as row, status, text and node; nodes with the same text share one finding."""
+    """Append findings given as row, status, text and node; nodes with the same text share one
+    finding.
+    """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row, status, text, node in found:
         groups.setdefault((row, status, text), []).append(node)
@@ -97,7 +99,9 @@ def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings
 
 
 def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) -> None:
-    """Warn of packages and CANN versions that form no known set, unless the packages are those `here`."""
+    """Warn of packages and CANN versions that form no known set, unless the packages are those
+    `here`.
+    """
     found = []
     for node, report in reports.items():
         packages, toolkit = report["stack"], report["versions"].get("CANN")
@@ -125,7 +129,8 @@ def check_devices(
 ) -> None:
     """Check health, processes, free memory and number of devices.
 
-    `promised` is Ray's number of devices by node; `needed_bytes` is the memory plan's peak on a device.
+    `promised` is Ray's number of devices by node; `needed_bytes` is the memory plan's peak on a
+    device.
     """
     before = len(findings)
     found: list[tuple[str, str, str, str]] = []
@@ -136,7 +141,10 @@ def check_devices(
         frees += map(_free, devices)
         found += [("tool", WARN, f"could not be read: {line}", node) for line in seen["unread"]]
         if devices and promised.get(node, 0) > len(devices):
-            text = f"Ray was started with {promised[node]} devices, but {seen['tool']} shows {len(devices)}"
+            text = (
+                f"Ray was started with {promised[node]} devices, but {seen['tool']} shows "
+                f"{len(devices)}"
+            )
             found.append(("count", FAIL, text, node))
         for device in devices:
             found += [(*fault, node) for fault in _device_faults(device, needed_bytes)]
@@ -209,7 +217,10 @@ def check_device_model(name: str, smallest: int, findings: Findings) -> None:
     """Compare the device that the memory plan assumes with the smallest one found."""
     planned = find_device(name).num_bytes
     if abs(planned - smallest) > TOLERANCE_BYTES:
-        sizes = f"{describe_bytes(planned)}, but the smallest device found has {describe_bytes(smallest)}"
+        sizes = (
+            f"{describe_bytes(planned)}, but the smallest device found has "
+            f"{describe_bytes(smallest)}"
+        )
         add(
             findings,
             "model",
@@ -220,7 +231,9 @@ def check_device_model(name: str, smallest: int, findings: Findings) -> None:
 
 
 def check_links(reports: Reports, findings: Findings) -> None:
-    """Check the network ports of NPUs: up, healthy, with an address and equal TLS. A single node needs none."""
+    """Check the network ports of NPUs: up, healthy, with an address and equal TLS. A single node
+    needs none.
+    """
     before, found = len(findings), []
     switches: dict[str, list[str]] = {}
     num_ports, down = 0, FAIL if len(reports) > 1 else WARN
@@ -264,7 +277,9 @@ def _port_faults(port: Mapping[str, str | None], down: str) -> list[tuple[str, s
 
 
 def check_clocks(skews: Mapping[str, tuple[float, float]], findings: Findings) -> None:
-    """Check the clocks: seconds that each node is ahead of this machine, and the error of that number."""
+    """Check the clocks: seconds that each node is ahead of this machine, and the error of that
+    number.
+    """
     found = [
         (
             "clock",

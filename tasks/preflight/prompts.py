@@ -1,4 +1,6 @@
-"""Checks of a recipe's problems: lengths under the tokenizer, the scorer on gold answers, and answer formats."""
+"""Checks of a recipe's problems: lengths under the tokenizer, the scorer on gold answers, and
+answer formats.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def check_lengths(
             measured.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 measured[-1] += (
-                    f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                    f" (above {config.data.max_prompt_tokens}, "
+                    f"data.too_long={config.data.too_long})"
                 )
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
@@ -90,8 +93,11 @@ def check_lengths(
 
 
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
-    """Check that each data source's scorer accepts its gold answers in the form its prompts ask for."""
-    sources = {str(problem.data_source): [] for problem in problems}  # type: dict[str, list[Problem]]
+    """Check that each data source's scorer accepts its gold answers in the form its prompts ask
+    for.
+    """
+    # type: dict[str, list[Problem]]
+    sources = {str(problem.data_source): [] for problem in problems}
     for problem in problems:
         if len(chosen := sources[str(problem.data_source)]) < NUM_SCORED:
             chosen.append(problem)
@@ -103,7 +109,9 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:
-    """Compare the prompts of training and evaluation; warn if they ask for different answer formats."""
+    """Compare the prompts of training and evaluation; warn if they ask for different answer
+    formats.
+    """
     if not problems:
         return
     texts = [
@@ -124,13 +132,17 @@ def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings
         "prompts",
         WARN,
         shown,
-        "the evaluation would measure something else than training teaches: make both ask for the same format "
-        "(evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE uses your template)",
+        "the evaluation would measure something else than training teaches: make both ask for the "
+        "same format "
+        "(evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE uses your "
+        "template)",
     )
 
 
 def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: Findings) -> None:
-    """Check that the grader accepts the set's gold answers in a box, unless it is scored by log-likelihood."""
+    """Check that the grader accepts the set's gold answers in a box, unless it is scored by
+    log-likelihood.
+    """
     own = grader_for(settings)
     with own or GRADERS[evaluation.grader]() as grader:
         for item in () if evaluation.is_loglikelihood else evaluation.items[:NUM_SCORED]:
@@ -141,8 +153,10 @@ def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: 
                     "grader",
                     WARN if own is not None and not failed else FAIL,
                     f"the grader {settings.scorer or evaluation.grader} returns "
-                    f"{failed[-1] if failed else graded.verdict} for the gold answer {item.gold!r} of {item.id}",
-                    "name the set's type, such as data.eval={set: choice, path: FILE} for multiple choice, or "
+                    f"{failed[-1] if failed else graded.verdict} for the gold answer {item.gold!r} "
+                    f"of {item.id}",
+                    "name the set's type, such as data.eval={set: choice, path: FILE} for multiple "
+                    "choice, or "
                     "correct the file or evaluate.scorer",
                 )
                 return
@@ -156,7 +170,9 @@ def asked_forms(text: str) -> list[str]:
 def longest_prompt(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> int:
-    """Return the tokens of the longest prompt, among those with the longest texts; see `prompt_tokens`."""
+    """Return the tokens of the longest prompt, among those with the longest texts; see
+    `prompt_tokens`.
+    """
     longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     return max(prompt_tokens(facts, longest, arguments), default=0)
 
@@ -164,7 +180,8 @@ def longest_prompt(
 def prompt_tokens(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Count the tokens of each prompt; chats are rendered by the chat template with its `arguments`.
+    """Count the tokens of each prompt; chats are rendered by the chat template with its
+    `arguments`.
 
     Raises DataError if the template rejects a prompt or the model has no embedding for a token.
     """
@@ -184,15 +201,18 @@ def prompt_tokens(
         ]
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"the model's chat template rejects a prompt: {error}; change the prompt's messages, or the template "
+            f"the model's chat template rejects a prompt: {error}; change the prompt's messages, "
+            "or the template "
             "in the model's folder"
         ) from None
     token_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
     largest = max((max(ids, default=0) for ids in token_ids), default=0)
     if facts.vocabulary is not None and largest >= facts.vocabulary:
         raise DataError(
-            f"the tokenizer produces token {largest}, but the model's embedding has {facts.vocabulary} rows "
-            "(config.json, vocab_size): set model.path to a folder whose tokenizer belongs to its model"
+            f"the tokenizer produces token {largest}, but the model's embedding has "
+            f"{facts.vocabulary} rows "
+            "(config.json, vocab_size): set model.path to a folder whose tokenizer belongs to its "
+            "model"
         )
     return list(map(len, token_ids))
 
@@ -204,7 +224,9 @@ def _text_of(prompt: Any) -> str:
 
 
 class _Scoring:
-    """The recipe's scorers; custom ones and those that may hang run in a process that can be killed."""
+    """The recipe's scorers; custom ones and those that may hang run in a process that can be
+    killed.
+    """
 
     def __init__(self, config: ChainConfig) -> None:
         custom = config.custom_reward
@@ -265,7 +287,8 @@ def _check_source(
             "scorer",
             status,
             f"{scorer} rejects all {gold} in every form ({', '.join(right)})",
-            f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers are "
+            f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers "
+            "are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path",
         )
     elif asked and not scoring.is_custom and not any(form in read for form in asked):
@@ -273,7 +296,8 @@ def _check_source(
             "scorer",
             WARN,
             f"prompts of {source} ask for {', '.join(asked)}, but {scorer} reads {', '.join(read)}",
-            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes) or "
+            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads "
+            "boxes) or "
             "change the prompts",
         )
     else:

@@ -1,4 +1,6 @@
-"""The preflight of a recipe: every check before the first stage, and the rest once model and data are fetched."""
+"""The preflight of a recipe: every check before the first stage, and the rest once model and data
+are fetched.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ _passed: set[str] = set()  # configurations that passed in this process
 def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False) -> Findings:
     """Run every check of the recipe that needs no stage: about a second.
 
-    `on_nodes` also examines each node of the cluster at train.ray_address and the connections between them: about
-    ten seconds. `is_smoke` also asks each kind of engine for one response, if nothing has failed before.
+    `on_nodes` also examines each node of the cluster at train.ray_address and the connections
+    between them: about ten seconds. `is_smoke` also asks each kind of engine for one response, if
+    nothing has failed before.
     """
     findings = Findings()
     with findings.catching("data"):
@@ -162,7 +165,9 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
 
 
 def _check_trainer(config: ChainConfig, findings: Findings) -> None:
-    """Check the other trainer of train.backend: its version, its command, and keys that it does not support."""
+    """Check the other trainer of train.backend: its version, its command, and keys that it does not
+    support.
+    """
     backend = config.train.backend
     with findings.catching("trainer"):
         findings.add("trainer", OK, describe_trainer(trainer_versions(config)))
@@ -173,7 +178,8 @@ def _check_trainer(config: ChainConfig, findings: Findings) -> None:
             findings.add(
                 "keys",
                 WARN,
-                f"{backend} has no counterpart of {', '.join(names)}: they do nothing in this recipe",
+                f"{backend} has no counterpart of {', '.join(names)}: they do nothing in this "
+                "recipe",
                 "remove them, or set train.backend=own",
             )
 
@@ -191,7 +197,8 @@ def _changed_keys(config: ChainConfig) -> list[str]:
 
 
 def check_baselines(config: ChainConfig, findings: Findings) -> None:
-    """Check each model of evaluate.baselines: the folder is complete, the commit exists, the server answers.
+    """Check each model of evaluate.baselines: the folder is complete, the commit exists, the server
+    answers.
 
     A model that cannot be reached is a warning: it may be back by the time it is evaluated.
     """

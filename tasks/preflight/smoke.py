@@ -35,7 +35,9 @@ ENGINE_SECONDS = 600.0  # for an engine on a node to start and answer
 def check_engines(
     model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings
 ) -> None:
-    """Get one response from a server, then one from a rollout engine; each is stopped before the next starts."""
+    """Get one response from a server, then one from a rollout engine; each is stopped before the
+    next starts.
+    """
     with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
     if config.train.backend != "own":  # the other trainer's engine runs in its own environment
@@ -76,7 +78,8 @@ def _ask_server(
         )
         if not answer.is_success:
             raise ServeError(
-                f"the server rejects a prompt of the evaluation: HTTP {answer.status_code} {answer.text}"
+                f"the server rejects a prompt of the evaluation: HTTP {answer.status_code} "
+                f"{answer.text}"
             )
     findings.add("smoke", OK, f"vllm serve answered after {time.monotonic() - began:.0f} s")
 
@@ -166,6 +169,7 @@ def _respond(model: Path, config: ChainConfig) -> int:
         engine.close()
     if not responses[0].response_ids:
         raise ModelError(
-            f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}; check model.path"
+            f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}; check "
+            "model.path"
         )
     return len(responses[0].response_ids)

@@ -1,1 +1,3 @@
-"""Child processes: supervised, optionally detached, under time limits; and the driver of a training."""
+"""Child processes: supervised, optionally detached, under time limits; and the driver of a
+training.
+"""

@@ -20,7 +20,8 @@ RETRY_SECONDS = 0.5
 
 
 def is_worker_restart(error: BaseException) -> bool:
-    """True if the error is a SIGTERM from a worker that shuts down, not from a person or a cancellation.
+    """True if the error is a SIGTERM from a worker that shuts down, not from a person or a
+    cancellation.
 
     If the server does not answer within ANSWER_SECONDS, the flow run counts as not cancelled.
     """

@@ -1,4 +1,5 @@
-"""Child processes that never outlive this one: commands run to completion, and servers for the length of a block.
+"""Child processes that never outlive this one: commands run to completion, and servers for the
+length of a block.
 
 (For commands that may outlive this process, see detached.py.)
 
@@ -83,7 +84,10 @@ class RunningCommand(ABC):
         lines = self.tail(NUM_ERROR_LINES) or ["(it wrote nothing)"]
         status, folder = f"{self.label} {describe_exit(exit_code)}", self.log_path.parent
         if durable.is_full(folder, FULL_DISK_BYTES):
-            status += f", and the disk of {folder} is full: its last output may be missing; free some space first"
+            status += (
+                f", and the disk of {folder} is full: its last output may be missing; free some "
+                "space first"
+            )
         shown = redact("\n".join(f"  | {line}" for line in lines))
         error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
         error.exit_code, error.is_lasting = exit_code, exit_code in LASTING_EXIT_CODES
@@ -106,8 +110,8 @@ class RunningCommand(ABC):
     def stop(self, wait_seconds: float = math.inf) -> None:
         """Stop the command and its descendants: SIGTERM, a grace period, SIGKILL.
 
-        A second interrupt skips the grace period. One within a second of the first only counts as its echo,
-        because some wrappers repeat the terminal's signal; it is raised at the end.
+        A second interrupt skips the grace period. One within a second of the first only counts as
+        its echo, because some wrappers repeat the terminal's signal; it is raised at the end.
         """
         started, echo = time.monotonic(), None
         while True:
@@ -177,8 +181,8 @@ def run_command(
 ) -> None:
     """Run a command to completion and pass each line of output to `on_line` (default: log).
 
-    Output is appended to `log_path`. Any interruption, including cancellation, stops the command and its
-    descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
+    Output is appended to `log_path`. Any interruption, including cancellation, stops the command
+    and its descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
     """
     with background_command(
         command, log_path=log_path, label=label, grace_seconds=grace_seconds
@@ -199,9 +203,10 @@ def background_command(
 ) -> Iterator[SupervisedProcess]:
     """Yield a running command that is stopped, with its descendants, when the block exits.
 
-    It also ends if this process dies, even by SIGKILL. `env` updates the environment; None removes a variable.
-    Output is appended to `log_path`. The variable `folder_variable` is set to a new folder for sockets, which is
-    removed afterwards. Raises ChildProcessFailed if a command of an earlier attempt still writes to the log.
+    It also ends if this process dies, even by SIGKILL. `env` updates the environment; None removes
+    a variable. Output is appended to `log_path`. The variable `folder_variable` is set to a new
+    folder for sockets, which is removed afterwards. Raises ChildProcessFailed if a command of an
+    earlier attempt still writes to the log.
     """
     path = prepare_log(log_path, label)
     with contextlib.ExitStack() as stack:
@@ -240,7 +245,8 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
         path.open("ab").close()
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         failure = ChildProcessFailed(
-            f"{label}: its log {path} cannot be opened: {error}; move the existing file or folder away"
+            f"{label}: its log {path} cannot be opened: {error}; move the existing file or folder "
+            "away"
         )
         failure.is_lasting = True
         raise failure from None
@@ -255,14 +261,16 @@ def lock_log(
 ) -> int | None:
     """Lock a log for a supervisor, which holds the lock until all its descendants have ended.
 
-    Without it, an attempt after a SIGKILL of this process could start beside processes that are still ending.
-    Returns None once `should_stop_waiting()`. Raises ChildProcessFailed after `patience_seconds`.
+    Without it, an attempt after a SIGKILL of this process could start beside processes that are
+    still ending. Returns None once `should_stop_waiting()`. Raises ChildProcessFailed after
+    `patience_seconds`.
     """
     deadline, is_logged = time.monotonic() + patience_seconds, False
     while (lock := durable.try_lock(path)) is None and not should_stop_waiting():
         if time.monotonic() > deadline:
             raise ChildProcessFailed(
-                f"{label}: processes of an earlier run still hold {path} after {patience_seconds:.0f} s; "
+                f"{label}: processes of an earlier run still hold {path} after "
+                f"{patience_seconds:.0f} s; "
                 f"find them with: fuser -v {shlex.quote(str(path))}"
             )
         if not is_logged:
@@ -280,7 +288,8 @@ def start_supervisor(
     env: Mapping[str, str | None] | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor that inherits the locks; `env` as for `background_command`.
+    """Start the command under a supervisor that inherits the locks; `env` as for
+    `background_command`.
 
     Prefect credentials are not passed on, because no stage talks to its server.
     """
@@ -311,11 +320,17 @@ def _is_prefect_secret(name: str, value: str) -> bool:
 def describe_exit(exit_code: int) -> str:
     """Describe a Popen return code, such as "ended with exit code 3"."""
     if exit_code - 128 in (signal.SIGINT, signal.SIGTERM):
-        return f"ended with exit code {exit_code}: stopped by {signal.Signals(exit_code - 128).name}, not by us"
+        return (
+            f"ended with exit code {exit_code}: stopped by {signal.Signals(exit_code - 128).name}, "
+            "not by us"
+        )
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     if exit_code == -signal.SIGKILL:
-        return "was killed by SIGKILL (not by us; most often the kernel does this when memory runs out)"
+        return (
+            "was killed by SIGKILL (not by us; most often the kernel does this when memory runs "
+            "out)"
+        )
     is_known = -exit_code in set(signal.Signals)
     return (
         f"was killed by {signal.Signals(-exit_code).name if is_known else f'signal {-exit_code}'}"

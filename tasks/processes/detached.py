@@ -1,4 +1,5 @@
-"""Commands that may outlive the process that started them: they run while watched and are found by their log.
+"""Commands that may outlive the process that started them: they run while watched and are found by
+their log.
 
 Their files, through which other hosts can also watch and stop them, are described in supervisor.py.
 """
@@ -101,15 +102,23 @@ class DetachedProcess(RunningCommand):
             self.options.unwatched_seconds / 60,
             self.options.stop_seconds,
         )
-        outcome = f"continues for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
+        outcome = (
+            f"continues for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its "
+            "key attaches to it"
+        )
         if not (unwatched_minutes > 0 and self.options.survives(error)):
             self.stop(STOP_WAIT_SECONDS)
-            outcome = f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits for it"
+            outcome = (
+                f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits "
+                "for it"
+            )
         if self.poll() is None:
             logger.warning("%s (%s) %s", self.label, read_record(self.log_path), outcome)
 
     def poll(self) -> int | None:
-        """None while the command runs (this counts as watching it); -SIGKILL if it died with its supervisor."""
+        """None while the command runs (this counts as watching it); -SIGKILL if it died with its
+        supervisor.
+        """
         if self._started is not None:
             exit_code = self._started.poll()
         elif durable.is_locked(self.log_path):
@@ -123,14 +132,18 @@ class DetachedProcess(RunningCommand):
         return exit_code
 
     def failure(self) -> ChildProcessFailed:
-        """The error of the command; retried if it was stopped because this process was suspended, as by Ctrl-Z."""
+        """The error of the command; retried if it was stopped because this process was suspended,
+        as by Ctrl-Z.
+        """
         error, record = super().failure(), read_record(self.log_path)
         if record is not None and record.stopping == UNWATCHED:
             error.is_lasting = False
         return error
 
     def request(self, request: signal.Signals) -> None:
-        """Ask the supervisor to STOP or KILL the command, through an empty file, which works on a full disk."""
+        """Ask the supervisor to STOP or KILL the command, through an empty file, which works on a
+        full disk.
+        """
         self.log_path.with_suffix(REQUEST_SUFFIXES[request]).touch()
 
     def _touch(self) -> None:
@@ -148,10 +161,11 @@ def attach_or_start(
     options: DetachOptions,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run a command to completion, or attach to the one that already writes to this log; pass on each line.
+    """Run a command to completion, or attach to the one that already writes to this log; pass on
+    each line.
 
-    An interruption stops the command, unless `options.survives` returns True for it: then the next run attaches.
-    Raises ChildProcessFailed if the exit code is not 0.
+    An interruption stops the command, unless `options.survives` returns True for it: then the next
+    run attaches. Raises ChildProcessFailed if the exit code is not 0.
     """
     with _find_or_start(command, prepare_log(log_path, label), label, options) as process:
         process.forward_lines_to(on_line)

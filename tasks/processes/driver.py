@@ -1,4 +1,5 @@
-"""Runs the training driver in a child process, and forks a new one if it dies without reporting an error.
+"""Runs the training driver in a child process, and forks a new one if it dies without reporting an
+error.
 
     dapo train -> driver (own process group) -> Ray and its processes
 
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
-    """Run the block in a child process; the parent forwards SIGTERM and SIGINT, and exits like the child.
+    """Run the block in a child process; the parent forwards SIGTERM and SIGINT, and exits like the
+    child.
 
-    A child that dies inside the block is restarted as `Restarts` allows. No child outlives the parent.
-    Call it before any other thread exists.
+    A child that dies inside the block is restarted as `Restarts` allows. No child outlives the
+    parent. Call it before any other thread exists.
     """
     waiting = _WaitingProcess(stop := StopRequest())
-    # Imported here because numpy starts threads, which would receive the signals that this thread blocks.
+    # Imported here because numpy starts threads, which would receive the signals that this thread
+    # blocks.
     from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
     from dapo_core.checkpoint.resume import MODES
     from dapo_core.restarts import Restarts, continued_from
@@ -83,7 +86,9 @@ class _WaitingProcess:
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self.signals, signal.SIGCHLD})
 
     def fork(self) -> int | None:
-        """None in the child, its exit code in the parent. Raises WorkerDied if it died without an error."""
+        """None in the child, its exit code in the parent. Raises WorkerDied if it died without an
+        error.
+        """
         sys.stdout.flush()
         parent = os.getpid()
         if (child := os.fork()) == 0:
@@ -123,7 +128,9 @@ class _WaitingProcess:
                     return reaped[1]
 
     def _kill_leftovers(self) -> None:
-        """Kill descendants that do not exit by themselves, because the next child needs their memory."""
+        """Kill descendants that do not exit by themselves, because the next child needs their
+        memory.
+        """
         started = time.monotonic()
         while (left := descendants(os.getpid())) and time.monotonic() < started + KILL_SECONDS:
             if time.monotonic() > started + LINGER_SECONDS:

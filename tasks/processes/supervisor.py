@@ -2,11 +2,13 @@
 
     python -I -S supervisor.py SETTINGS COMMAND...     SETTINGS: the other arguments of `Supervisor` as JSON
 
-As child subreaper the supervisor remains the ancestor of all descendants of the command, including daemons in
-other sessions. It ends them on SIGTERM (SIGQUIT: without a grace period), when the command ends, and when its
-parent dies. It then exits like the command, with the same exit code or signal.
+As child subreaper the supervisor remains the ancestor of all descendants of the command, including
+daemons in other sessions. It ends them on SIGTERM (SIGQUIT: without a grace period), when the
+command ends, and when its parent dies. It then exits like the command, with the same exit code or
+signal.
 
-A detached command may outlive the parent. Its files are beside its log, on a file system that hosts may share:
+A detached command may outlive the parent. Its files are beside its log, on a file system that hosts
+may share:
 
     STEM.log     output without secrets; locked while the supervisor lives
     STEM.json    record: supervisor, reason for stopping, exit code. Watchers touch it; the command is stopped if
@@ -73,7 +75,9 @@ def descendants(ancestor_pid: int) -> dict[int, str]:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name (state, ppid, ..., start time at 19); [] if it is gone."""
+    """The fields of /proc/PID/stat after the name (state, ppid, ..., start time at 19); [] if it is
+    gone.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()
     return []

@@ -27,7 +27,8 @@ class _LimitReached(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]:
-    """Raise StageTimedOut in the block after that many hours; the message names the key and the advice.
+    """Raise StageTimedOut in the block after that many hours; the message names the key and the
+    advice.
 
     The block's `finally` clauses, which end child processes, may take longer.
     """
@@ -68,7 +69,9 @@ def time_limit_paused() -> Iterator[None]:
 
 
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
-    """Raise unless the block is ending already. Alarms repeat since Python drops exceptions in finalizers."""
+    """Raise unless the block is ending already. Alarms repeat since Python drops exceptions in
+    finalizers.
+    """
     error = sys.exc_info()[1]
     while error is not None:
         if isinstance(error, _LimitReached):

@@ -1,4 +1,6 @@
-"""The sets of `dapo init`: recognizes data files by schema and columns, and converts them if needed."""
+"""The sets of `dapo init`: recognizes data files by schema and columns, and converts them if
+needed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """The value of data.train or data.eval for a registered name, a hub id, or a file with its schema."""
+    """The value of data.train or data.eval for a registered name, a hub id, or a file with its
+    schema.
+    """
     if name in SETS or _REMOTE.match(name):
         return name
     path = Path(name)
@@ -45,7 +49,8 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
         if HUB_ID.fullmatch(name):
             return f"hf:{name}"
         raise ConfigError(
-            f"--{option} {name} is not a file or folder here, a hub id or a registered set ({', '.join(SETS)})"
+            f"--{option} {name} is not a file or folder here, a hub id or a registered set "
+            f"({', '.join(SETS)})"
         )
     if not columns:
         rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
@@ -75,7 +80,8 @@ def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[s
             raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
             f"{path} has the columns {', '.join(names)}, and no name suggests that it holds "
-            f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
+            f"the {'problem' if problem is None else 'answer'}; add --columns "
+            "problem=NAME,answer=NAME"
         )
     asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
     return {**given, asked: problem, "answer": answer}
@@ -98,9 +104,10 @@ def data_sets(
 ) -> tuple[dict[str, Any], SetCount]:
     """data.train and data.eval: two sets, a set with a test split, or two files split from one.
 
-    Written files omit unusable rows. If a prompt is too long for the model, they also omit all prompts longer than
-    half of its positions. The returned count includes both. Raises ConfigError if a set without held-out problems
-    must be fetched or is too large or small to split, and DataError if more than half of the rows are omitted.
+    Written files omit unusable rows. If a prompt is too long for the model, they also omit all
+    prompts longer than half of its positions. The returned count includes both. Raises ConfigError
+    if a set without held-out problems must be fetched or is too large or small to split, and
+    DataError if more than half of the rows are omitted.
     """
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
@@ -179,7 +186,8 @@ def _leave_out_long(
 
 
 def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) -> Any:
-    """The value of data.eval; a part of a registered set is written beside the recipe, without its name.
+    """The value of data.eval; a part of a registered set is written beside the recipe, without its
+    name.
 
     --columns is ignored for files that have none of these columns.
     """
@@ -210,11 +218,14 @@ class NewFiles:
         self._written = set[Path]()
 
     def write(self, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Write rows to RECIPE.PART.jsonl and return its path. Raises ConfigError if the file exists."""
+        """Write rows to RECIPE.PART.jsonl and return its path. Raises ConfigError if the file
+        exists.
+        """
         path = self._recipe.with_name(f"{self._recipe.stem}.{part}.jsonl")
         if path.exists() and path not in self._written:
             raise ConfigError(
-                f"{path} exists, but the recipe needs to write this file: give the recipe another name"
+                f"{path} exists, but the recipe needs to write this file: give the recipe another "
+                "name"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._written.add(path)

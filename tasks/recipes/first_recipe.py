@@ -62,8 +62,8 @@ def first_recipe(
 ) -> str:
     """The text of a recipe; `model` is its section `model`.
 
-    Data files that a recipe cannot use directly are converted beside it, and removed again on errors. Raises
-    ConfigError for unknown names, and for files whose columns cannot be identified.
+    Data files that a recipe cannot use directly are converted beside it, and removed again on
+    errors. Raises ConfigError for unknown names, and for files whose columns cannot be identified.
     """
     with NewFiles(path) as new_files:
         facts = _facts(model)
@@ -146,7 +146,8 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
     lengths = fitted(preferred, bounds)
     if lengths is None:
         raise ConfigError(
-            f"the longest prompt has {known} tokens, which leaves no room for a response in the model's "
+            f"the longest prompt has {known} tokens, which leaves no room for a response in the "
+            "model's "
             f"{bounds.positions} positions; use a model with more positions, or shorter prompts"
         )
     served = lengths.prompt + lengths.answer
@@ -230,7 +231,8 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
     }
     lines = [f"# Written by dapo init for {devices}, {model}{positions}."]
     lines += [
-        "# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo run."
+        "# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo "
+        "run."
     ]
     defaults = {
         name: field.get_default(call_default_factory=True, validated_data={})

@@ -39,7 +39,8 @@ def default_keys() -> dict[str, Any]:
 def account_of_files(
     files: Sequence[Path], given: dict[str, str], version: str | None, is_tiny: bool
 ) -> tuple[Reading, Account]:
-    """Read the files and account for each setting. `run.sh#2` selects the second training in a script.
+    """Read the files and account for each setting. `run.sh#2` selects the second training in a
+    script.
 
     Raises ConfigError for unreadable files and missing information.
     """
@@ -64,7 +65,8 @@ def account_of_files(
 def _positive(rows: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", rows):
         raise ConfigError(
-            f"--set-env {ROWS}={rows}: must be the number of rows in the training files, such as 17917"
+            f"--set-env {ROWS}={rows}: must be the number of rows in the training files, such as "
+            "17917"
         )
     return int(rows)
 
@@ -80,7 +82,8 @@ def num_rows_of(settings: Sequence[Setting]) -> int | None:
         return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
-            f"{paths[0]} is not a Parquet file: {error}; set the number of rows with --set-env num_train_rows=N"
+            f"{paths[0]} is not a Parquet file: {error}; set the number of rows with --set-env "
+            "num_train_rows=N"
         ) from None
 
 
@@ -144,7 +147,9 @@ def launch_of(
 
 
 def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]:
-    """Training keys set by a recipe or its `changes` (`key=value`) that the launch does not express."""
+    """Training keys set by a recipe or its `changes` (`key=value`) that the launch does not
+    express.
+    """
     sections = TrainingConfig.model_fields.keys() - {"run"}
     leaves = [
         name

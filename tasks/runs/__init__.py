@@ -1,1 +1,3 @@
-"""Runs of the chain: the current run, its report, recorded runs, plans, export and garbage collection."""
+"""Runs of the chain: the current run, its report, recorded runs, plans, export and garbage
+collection.
+"""

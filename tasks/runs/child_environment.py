@@ -1,4 +1,6 @@
-"""The environment variables that the chain sets for child processes, as listed in manifests and run records."""
+"""The environment variables that the chain sets for child processes, as listed in manifests and run
+records.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def child_environment(
 ) -> Rows:
     """The variables a stage set for its child processes: name, value, children, why.
 
-    Excludes defaults that `environment` overrides, and the values of secrets. `metrics` are those of the stage.
+    Excludes defaults that `environment` overrides, and the values of secrets. `metrics` are those
+    of the stage.
     """
     effects = {row["name"]: row["effect"] for row in table_rows()}
     found = []

@@ -40,13 +40,14 @@ def collect_garbage(
     is_dry_run: bool = False,
     margin_seconds: float = MARGIN_SECONDS,
 ) -> list[Unused]:
-    """Remove unused attempts, or only list them with `is_dry_run`; returns all of them, kept ones included.
+    """Remove unused attempts, or only list them with `is_dry_run`; returns all of them, kept ones
+    included.
 
-    Kept runs: the newest `keep_runs` runs with a report and all runs newer than the oldest of these, the newest
-    nightly run of each recipe, runs in progress, and runs without a report that changed within a day. Run folders
-    are never removed. `has_unfinished` also removes attempts not resumed for a day, `has_damaged` damaged
-    artifacts. Raises StoreError if the record of a run cannot be read, because everything it uses would count as
-    unused.
+    Kept runs: the newest `keep_runs` runs with a report and all runs newer than the oldest of
+    these, the newest nightly run of each recipe, runs in progress, and runs without a report that
+    changed within a day. Run folders are never removed. `has_unfinished` also removes attempts not
+    resumed for a day, `has_damaged` damaged artifacts. Raises StoreError if the record of a run
+    cannot be read, because everything it uses would count as unused.
     """
     if not (root / "runs").is_dir():  # in another folder everything would look unused
         raise StoreError(

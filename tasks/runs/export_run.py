@@ -49,18 +49,21 @@ OnProgress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
-    """Export a run's model, report, manifests and card to a new folder; returns the size of the model in bytes.
+    """Export a run's model, report, manifests and card to a new folder; returns the size of the
+    model in bytes.
 
-    Files are copied, so that edits do not affect artifacts. In text files ${STORE} and ${HOME} replace local
-    paths. The folder appears atomically. Raises StoreError if `destination` exists, if the run has no model or
-    report, if its model was removed from the store, or if a file does not match its manifest.
+    Files are copied, so that edits do not affect artifacts. In text files ${STORE} and ${HOME}
+    replace local paths. The folder appears atomically. Raises StoreError if `destination` exists,
+    if the run has no model or report, if its model was removed from the store, or if a file does
+    not match its manifest.
     """
     with ArtifactStore(run.store).in_use():
         model = require_artifact(run, MODEL_LABEL)
         report = read_report(run)
         if report is None:
             raise StoreError(
-                f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run"
+                f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed "
+                "dapo run"
             )
         if destination.exists() or destination.is_symlink():
             raise StoreError(f"{destination} already exists; name a new folder")
@@ -106,13 +109,16 @@ def _write_documents(
     except (KeyError, TypeError, ValueError, AttributeError, UndefinedError) as error:
         path = run.folder / REPORT_FOLDER / REPORT_JSON
         raise StoreError(
-            f"{path} is incomplete ({error!r}); dapo stage compare {run.folder / CONFIG_FILE} writes it again"
+            f"{path} is incomplete ({error!r}); dapo stage compare {run.folder / CONFIG_FILE} "
+            "writes it again"
         ) from error
     (folder / CARD_FILE).write_text(portable(card), "utf-8")
 
 
 def _read_report(run: RecordedRun, path: Path) -> str:
-    """The text of a report file. Raises StoreError if it is not text, or a link, which could lead anywhere."""
+    """The text of a report file. Raises StoreError if it is not text, or a link, which could lead
+    anywhere.
+    """
     try:
         if not path.is_symlink():
             return path.read_text("utf-8")
@@ -169,7 +175,9 @@ def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def base_model_of(config: ChainConfig) -> str | None:
-    """The base model's name on the Hugging Face Hub, from model.id, its path or config.json; None if unknown."""
+    """The base model's name on the Hugging Face Hub, from model.id, its path or config.json; None
+    if unknown.
+    """
     if config.model.source == "huggingface":
         return config.model.id
     if config.model.source != "path":
@@ -185,9 +193,11 @@ def base_model_of(config: ChainConfig) -> str | None:
 
 
 def _portable_text(run: RecordedRun) -> Callable[[str], str]:
-    """A function that redacts secrets and replaces the store by ${STORE} and the home folder by ${HOME}.
+    """A function that redacts secrets and replaces the store by ${STORE} and the home folder by
+    ${HOME}.
 
-    It handles paths in plain text, HTML and JSON. `dapo run` refuses configurations that contain these names.
+    It handles paths in plain text, HTML and JSON. `dapo run` refuses configurations that contain
+    these names.
     """
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
     stores |= {
@@ -288,7 +298,9 @@ def _header(
 
 @contextmanager
 def _published(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to the destination at the end, or removed after an error."""
+    """Yield a temporary folder that is renamed to the destination at the end, or removed after an
+    error.
+    """
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
@@ -309,7 +321,8 @@ def _published(destination: Path) -> Iterator[Path]:
                 f"{destination} was created meanwhile, perhaps by another export; name a new folder"
             ) from None
         raise StoreError(
-            f"the export to {destination} failed: {error}; free some space there, or name another folder"
+            f"the export to {destination} failed: {error}; free some space there, or name another "
+            "folder"
         ) from None
     finally:
         if partial.exists():
@@ -335,7 +348,8 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
                 on_progress(done, total)
         if (found := hash_file(target, entry.algorithm)) != entry.digest:
             raise StoreError(
-                f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: the artifact is "
+                f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: "
+                "the artifact is "
                 "damaged; dapo run builds it again"
             )
     return done

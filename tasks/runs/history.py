@@ -70,7 +70,8 @@ class RecordedRun:
     flow: str
     host: str
     pid: int
-    state: str  # running, completed, failed, cancelled, skipped, or interrupted (process or worker gone)
+    # running, completed, failed, cancelled, skipped, or interrupted (process or worker gone)
+    state: str
     started_at: float  # seconds since the epoch
     seconds: float  # until it ended or was last recorded
     stages: Mapping[str, StageRecord]
@@ -123,7 +124,8 @@ def require_store(store: Path) -> None:
 def read_runs(store: Path) -> Iterator[RecordedRun]:
     """Yield the runs recorded in a store, newest first.
 
-    Skips folders without a record (the run was killed at its start), and unreadable records, which are logged.
+    Skips folders without a record (the run was killed at its start), and unreadable records, which
+    are logged.
     """
     for folder in run_folders(store):
         try:
@@ -166,7 +168,8 @@ def read_run(folder: Path) -> RecordedRun:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
-            f"{path} is not a valid run record ({error!r}): another version wrote it, or it was edited; "
+            f"{path} is not a valid run record ({error!r}): another version wrote it, or it was "
+            "edited; "
             "move the run's folder away to continue without it and without what only it used"
         ) from None
 
@@ -194,18 +197,22 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
     artifact = artifact_of(run, label)
     if artifact is None:
         raise StoreError(
-            f"{label} of the run {run.id} is no longer in the store: {run.store / run.stages[label].place} was "
-            f"removed, perhaps by dapo gc; dapo run {run.folder / CONFIG_FILE} --set store.path={run.store} "
+            f"{label} of the run {run.id} is no longer in the store: "
+            f"{run.store / run.stages[label].place} was "
+            f"removed, perhaps by dapo gc; dapo run {run.folder / CONFIG_FILE} --set "
+            f"store.path={run.store} "
             "rebuilds it"
         )
     return artifact
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """Find a run by its folder, a prefix or suffix of its id, `latest`, or `latest~2` (two before the latest).
+    """Find a run by its folder, a prefix or suffix of its id, `latest`, or `latest~2` (two before
+    the latest).
 
-    With `needs`, a stage label or "report", `latest` counts only runs that have it. Raises StoreError if the store
-    does not exist, or if no run or several runs match; the message lists the candidates.
+    With `needs`, a stage label or "report", `latest` counts only runs that have it. Raises
+    StoreError if the store does not exist, or if no run or several runs match; the message lists
+    the candidates.
     """
     if (Path(text) / RECORD_FILE).is_file():
         return read_run(Path(text).absolute())
@@ -237,7 +244,8 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
 def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     """The results folder for `text`, and its run, if any.
 
-    `text` is a results folder, or a run as for `find_run`, which stands for its evaluation after training.
+    `text` is a results folder, or a run as for `find_run`, which stands for its evaluation after
+    training.
     """
     path = Path(text)
     if path.exists() and not (path / RECORD_FILE).is_file():
@@ -275,7 +283,9 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def short_ids(store: Path) -> dict[str, str]:
-    """Map each run id to its shortest suffix that is unique among the prefixes and suffixes of all ids."""
+    """Map each run id to its shortest suffix that is unique among the prefixes and suffixes of all
+    ids.
+    """
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
     uses = collections.Counter(
@@ -300,7 +310,9 @@ def run_before(run: RecordedRun) -> RecordedRun | None:
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys that differ between two runs. Raises StoreError if a configuration is unreadable."""
+    """Configuration keys that differ between two runs. Raises StoreError if a configuration is
+    unreadable.
+    """
     return differences_of(read_config(before), read_config(after))
 
 
@@ -319,7 +331,9 @@ def read_config(run: RecordedRun) -> dict[str, Any]:
 
 
 def read_report(run: RecordedRun) -> dict[str, Any] | None:
-    """The content of the run's report.json; None if it has no report. Raises StoreError if it is not JSON."""
+    """The content of the run's report.json; None if it has no report. Raises StoreError if it is
+    not JSON.
+    """
     path = run.folder / REPORT_FOLDER / REPORT_JSON
     if run.report is None or not path.is_file():
         return None
@@ -327,7 +341,8 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise StoreError(
-            f"{path} is not a report ({error}); dapo stage compare {run.folder / CONFIG_FILE} writes it again"
+            f"{path} is not a report ({error}); dapo stage compare {run.folder / CONFIG_FILE} "
+            "writes it again"
         ) from None
 
 

@@ -32,9 +32,11 @@ def describe_change(change: Mapping[str, Any], than: str) -> str:
 
 
 def since_first_night(store: Path, recipe: str, after: str) -> str:
-    """Describe how the headline of the evaluation `after` compares with the recipe's first nightly run.
+    """Describe how the headline of the evaluation `after` compares with the recipe's first nightly
+    run.
 
-    Empty for the first run, for different problems or settings, and if both are the same measurement.
+    Empty for the first run, for different problems or settings, and if both are the same
+    measurement.
     """
     nights = [night for night in read_runs(store) if is_night(night) and night.name == recipe]
     if not nights:
@@ -85,7 +87,8 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
     model = artifact_of(night, MODEL_LABEL)
     if model is None:
         logger.warning(
-            "no column %s: the merged model of the run %s is no longer in the store; dapo gc keeps that of the "
+            "no column %s: the merged model of the run %s is no longer in the store; dapo gc keeps "
+            "that of the "
             "newest nightly run",
             LAST_NIGHT,
             night.id,

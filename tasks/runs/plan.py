@@ -1,4 +1,6 @@
-"""Plans a run: for each stage its key, whether the store has its artifact, and if not, why. Builds nothing."""
+"""Plans a run: for each stage its key, whether the store has its artifact, and if not, why. Builds
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
 class PlannedStage:
     """The state of one stage before a run.
 
-    cached: the store has its artifact. building: a process is building it. resumes: an unfinished attempt is
-    continued. damaged: its artifact failed verification. stale: an earlier run has one, but the key differs or an
-    input is missing. runs: any other missing artifact.
+    cached: the store has its artifact. building: a process is building it. resumes: an unfinished
+    attempt is continued. damaged: its artifact failed verification. stale: an earlier run has one,
+    but the key differs or an input is missing. runs: any other missing artifact.
     """
 
     label: str
@@ -51,7 +53,8 @@ class PlannedStage:
 def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     """The stages of dapo-full in order, without the report, which every run writes.
 
-    Each is compared with the newest run of the same run.name whose artifact of the stage still exists.
+    Each is compared with the newest run of the same run.name whose artifact of the stage still
+    exists.
     """
     store = ArtifactStore(config.store.path)
     recorded = list(read_runs(store.root))
@@ -95,7 +98,9 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
 
 
 def is_built(config: ChainConfig) -> bool:
-    """True if the store has the output of every stage; False if a file needed for a key is unreadable."""
+    """True if the store has the output of every stage; False if a file needed for a key is
+    unreadable.
+    """
     try:
         return all(stage.state == "cached" for stage in plan_chain(config))
     except (ConfigError, ModelError, CheckpointError):  # the preflight reports the reason

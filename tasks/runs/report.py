@@ -70,7 +70,8 @@ def take_columns(run: Run) -> Columns:
 def report_run(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """Write report.json, report.md and report.html, record the headline, and return the content of report.json.
+    """Write report.json, report.md and report.html, record the headline, and return the content of
+    report.json.
 
     Every run writes its own report, since it lists which stages were cached.
     """
@@ -226,7 +227,8 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
-    """Send the figures of a report to the trackers, at the last training step. Tracker failures are logged.
+    """Send the figures of a report to the trackers, at the last training step. Tracker failures are
+    logged.
 
     A fully cached run sends nothing, because an earlier run did.
     """
@@ -237,7 +239,8 @@ def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None
 
 
 def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
-    """`eval/BENCHMARK/FIGURE` for each benchmark, and for `pooled` in a suite; accuracies are fractions.
+    """`eval/BENCHMARK/FIGURE` for each benchmark, and for `pooled` in a suite; accuracies are
+    fractions.
 
     Without a suite, the benchmark is called `name`.
     """

@@ -47,10 +47,12 @@ class RunSkipped(DapoError, RuntimeError):
 
 @dataclass
 class Run:
-    """A folder with links to artifacts, the resolved configuration, and run.json, updated as stages finish.
+    """A folder with links to artifacts, the resolved configuration, and run.json, updated as stages
+    finish.
 
-    As a context manager it records the outcome: completed, skipped, failed (with the error), cancelled, or
-    interrupted (its worker shut down). A lock marks the run as in progress until then.
+    As a context manager it records the outcome: completed, skipped, failed (with the error),
+    cancelled, or interrupted (its worker shut down). A lock marks the run as in progress until
+    then.
     """
 
     config: ChainConfig
@@ -149,7 +151,9 @@ class Run:
         return artifact
 
     def take(self, label: str) -> Artifact:
-        """Return the stored artifact of a stage, recorded as cached; raises StoreError if it is missing."""
+        """Return the stored artifact of a stage, recorded as cached; raises StoreError if it is
+        missing.
+        """
         link = link_of(self.config, label)
         key = link.key(*map(self.take, link.needs))
         with self.store.in_use():
@@ -250,7 +254,8 @@ def _end(error: BaseException | None) -> dict[str, str]:
 
 
 def check_start(config: ChainConfig) -> None:
-    """Check what would otherwise fail later: files named in the configuration, prompts, and the store.
+    """Check what would otherwise fail later: files named in the configuration, prompts, and the
+    store.
 
     Raises ConfigError, DataError, ModelError, ProblemsError or StoreError.
     """

@@ -28,15 +28,17 @@ NUM_STEPS = 50  # newest steps of a run to use
 
 
 def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
-    """Estimate the step time; an earlier training of the same run.name provides lengths and correction factors.
+    """Estimate the step time; an earlier training of the same run.name provides lengths and
+    correction factors.
 
-    The factors compare that run with the estimate for its own configuration. `gigabytes` overrides the device
-    memory in GiB. Raises ConfigError for an accelerator without train.device_model, and whatever `model_config`
-    and `shape_of` raise.
+    The factors compare that run with the estimate for its own configuration. `gigabytes` overrides
+    the device memory in GiB. Raises ConfigError for an accelerator without train.device_model, and
+    whatever `model_config` and `shape_of` raise.
     """
     if config.train.backend != "own":
         raise ConfigError(
-            f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo compare` and the "
+            f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo "
+            "compare` and the "
             "report show the measured times of other trainers"
         )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
@@ -48,7 +50,9 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
 
 
 def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, float]]] | None:
-    """Configuration and newest steps of the newest run of this name with the same model and devices, if any."""
+    """Configuration and newest steps of the newest run of this name with the same model and
+    devices, if any.
+    """
     for run in read_runs(Path(config.store.path)):
         if run.name != config.run.name or TRAIN_POLICY.name not in run.stages:
             continue
@@ -83,7 +87,8 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
         )
     if train.device_model is None:
         raise ConfigError(
-            f"the time of a step on train.device={train.device} depends on the device: set train.device_model to "
+            f"the time of a step on train.device={train.device} depends on the device: set "
+            "train.device_model to "
             f"one of {', '.join(DEVICES)}"
         )
     rates = find_device(train.device_model).rates

@@ -59,8 +59,9 @@ def benchmarks_of(
 ) -> list[PlannedBenchmark]:
     """The benchmarks of an evaluation in order, with their stored results.
 
-    `inputs` are the key inputs of the evaluation; a benchmark whose problems are not among them is new. Stored
-    results are reused if model, settings, problems, code and packages are the same; not if damaged or `is_forced`.
+    `inputs` are the key inputs of the evaluation; a benchmark whose problems are not among them is
+    new. Stored results are reused if model, settings, problems, code and packages are the same; not
+    if damaged or `is_forced`.
     """
     configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {
         "": config

@@ -29,10 +29,11 @@ def require_servable(
     environment: Mapping[str, str],
     key: str = "model.path",
 ) -> None:
-    """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its positions.
+    """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its
+    positions.
 
-    If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it instead.
-    `key` is what sets the folder.
+    If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it
+    instead. `key` is what sets the folder.
     """
     require_model_folder(model_path, key)
     require_whole_files(Path(model_path))
@@ -44,8 +45,10 @@ def require_servable(
     longest = longest_sequence(_read_config(Path(model_path)))
     if longest is not None and settings.max_model_len > longest:
         raise ModelError(
-            f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of {model_path} "
-            "(config.json, with rope scaling): vLLM would refuse it; lower serve.max_model_len, and in a "
+            f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of "
+            f"{model_path} "
+            "(config.json, with rope scaling): vLLM would refuse it; lower serve.max_model_len, "
+            "and in a "
             "recipe also evaluate.max_response_tokens"
         )
 
@@ -58,7 +61,8 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
     if longest is not None and needed > longest:
         raise ModelError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {data.max_prompt_tokens} + "
-            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} (config.json, with "
+            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} "
+            "(config.json, with "
             "rope scaling): no engine can generate that many tokens; lower them, and also "
             "reward.overlong.buffer_tokens, evaluate.max_response_tokens and serve.max_model_len"
         )
@@ -77,8 +81,9 @@ def is_half_precision(model_path: str | Path) -> bool:
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """An upper bound on the model's positions from config.json; None if it has no length.
 
-    The bound is the longest length times the largest rope factor, because some configs state the length before
-    scaling and some after. vLLM rejects lengths that pass here but are still too long.
+    The bound is the longest length times the largest rope factor, because some configs state the
+    length before scaling and some after. vLLM rejects lengths that pass here but are still too
+    long.
     """
     text = config.get("text_config") or config
     lengths = [text[name] for name in _LENGTH_KEYS if text.get(name)]
@@ -101,7 +106,8 @@ def require_whole_files(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(
-                f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} bytes); fetch the "
+                f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} "
+                "bytes); fetch the "
                 "model again, or name a complete folder"
             ) from None
 

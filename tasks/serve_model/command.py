@@ -33,7 +33,9 @@ MAX_UNBOUND_CORES = (
 def serve_command(
     model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME
 ) -> list[str]:
-    """The `vllm serve` command line. The API key goes into the environment, which `ps` does not show."""
+    """The `vllm serve` command line. The API key goes into the environment, which `ps` does not
+    show.
+    """
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     options = {
         "--served-model-name": name,
@@ -42,7 +44,8 @@ def serve_command(
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,
-        "--generation-config": "vllm",  # requests set their sampling; the model's defaults must not apply
+        # requests set their sampling; the model's defaults must not apply
+        "--generation-config": "vllm",
         "--reasoning-parser": settings.reasoning_parser,
         "--tensor-parallel-size": settings.tensor_parallel
         if settings.tensor_parallel > 1
@@ -69,7 +72,9 @@ def serve_command(
 
 
 def with_supported_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
-    """The settings, with float32 for `serve.dtype=auto` if this CPU cannot run the model's precision."""
+    """The settings, with float32 for `serve.dtype=auto` if this CPU cannot run the model's
+    precision.
+    """
     if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
         return settings
     return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
@@ -78,7 +83,8 @@ def with_supported_dtype(settings: ServeConfig, model_path: str | Path) -> Serve
 def without_chunked_prefill(settings: ServeConfig) -> ServeConfig:
     """The settings; on a CPU with arguments that disable chunked prefill.
 
-    vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use offset".
+    vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use
+    offset".
     """
     if vllm_device().kind != "cpu":
         return settings
@@ -124,7 +130,9 @@ def serve_environments(
 
 
 def _fits_one_process(settings: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """True for a single server on few CPU cores whose threads and worker process are not configured."""
+    """True for a single server on few CPU cores whose threads and worker process are not
+    configured.
+    """
     is_single = settings.num_servers == settings.devices_per_server == 1
     is_configured = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
     is_small = len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
@@ -152,9 +160,12 @@ def _share_devices(
     needed = each * settings.num_servers
     if needed > len(names):
         raise ServeError(
-            f"serve.num_servers={settings.num_servers} x serve.tensor_parallel={settings.tensor_parallel} x "
-            f"serve.data_parallel={settings.data_parallel} = {needed} devices, but {len(names)} are visible "
-            f"({device.visible_variable}={environment.get(device.visible_variable, 'unset')}); lower one"
+            f"serve.num_servers={settings.num_servers} x "
+            f"serve.tensor_parallel={settings.tensor_parallel} x "
+            f"serve.data_parallel={settings.data_parallel} = {needed} devices, but {len(names)} "
+            "are visible "
+            f"({device.visible_variable}={environment.get(device.visible_variable, 'unset')}); "
+            "lower one"
         )
     parts = [names[start : start + each] for start in range(0, needed, each)]
     return [{device.visible_variable: ",".join(part)} for part in parts]
@@ -163,7 +174,8 @@ def _share_devices(
 def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Cores for the workers of each server; vLLM would bind all servers to the same cores.
 
-    Like vLLM, leaves one core per worker to the scheduler. With fewer cores than workers, nothing is bound.
+    Like vLLM, leaves one core per worker to the scheduler. With fewer cores than workers, nothing
+    is bound.
     """
     num_servers, each = settings.num_servers, settings.devices_per_server
     if CPU_BINDING_VARIABLE in environment:
@@ -200,6 +212,7 @@ def choose_ports(settings: ServeConfig) -> list[int]:
     for port in ports:
         if fault := bind_fault(settings.host, port):
             raise ServeError(
-                f"port {port} on {settings.host} cannot be bound: {fault}; set serve.port=0 to take a free one"
+                f"port {port} on {settings.host} cannot be bound: {fault}; set serve.port=0 to "
+                "take a free one"
             )
     return ports

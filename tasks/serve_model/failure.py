@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dapo_core.errors import DapoError
 from tasks.processes.child import ChildProcessFailed, describe_exit
 
-# vLLM prefixes lines of its processes: "(EngineCore pid=71) ERROR 11-21 18:54:53 [core.py:1113] ValueError: ..."
+# vLLM prefixes lines of its processes: "(EngineCore pid=71) ERROR 11-21 18:54:53 [core.py:1113]
+# ValueError: ..."
 _PREFIX = re.compile(
     r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
 )
@@ -79,7 +80,8 @@ def describe_death(exit_code: int) -> str:
     """The meaning of a negative exit code, and a fix if known."""
     if -exit_code == signal.SIGILL:
         return (
-            "SIGILL: this CPU lacks an instruction that a kernel uses, such as one for bfloat16; set "
+            "SIGILL: this CPU lacks an instruction that a kernel uses, such as one for bfloat16; "
+            "set "
             "serve.dtype=float32 (and rollout.dtype=float32)"
         )
     return f"the process {describe_exit(exit_code)}"

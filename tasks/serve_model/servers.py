@@ -59,13 +59,14 @@ class Server(Endpoint):
 def serve_model(
     model_path: str | Path, settings: ServeConfig, log_path: Path, name: str = SERVED_NAME
 ) -> Iterator[tuple[Server, ...]]:
-    """Yield serve.num_servers healthy servers that serve the model as `name`; all are stopped after the block.
+    """Yield serve.num_servers healthy servers that serve the model as `name`; all are stopped after
+    the block.
 
-    A server is healthy once it lists the model and has completed one token. The first server logs to `log_path`,
-    the others beside it with their number. Raises ModelError before starting if the folder cannot be served.
-    Raises ServeError, quoting the server's output, if there is no free port or device, a server ends, or one is
-    not healthy within serve.startup_seconds; ServerDied if one was killed, or an evaluation in the block failed
-    because one ended.
+    A server is healthy once it lists the model and has completed one token. The first server logs
+    to `log_path`, the others beside it with their number. Raises ModelError before starting if the
+    folder cannot be served. Raises ServeError, quoting the server's output, if there is no free
+    port or device, a server ends, or one is not healthy within serve.startup_seconds; ServerDied if
+    one was killed, or an evaluation in the block failed because one ended.
     """
     require_servable(model_path, settings, os.environ)
     settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
@@ -84,8 +85,8 @@ def serve_until_interrupted(
 ) -> None:
     """Serve in the foreground. Without VLLM_API_KEY a new key is generated and logged.
 
-    A single server replaces this process, so the call never returns. Several servers are monitored; ServeError is
-    raised if one ends.
+    A single server replaces this process, so the call never returns. Several servers are monitored;
+    ServeError is raised if one ends.
     """
     require_servable(model_path, settings, environment, key="MODEL")
     settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
@@ -127,10 +128,13 @@ class _Running:
 def _run_servers(
     model_path: str | Path, settings: ServeConfig, log_path: Path, name: str, api_key: str
 ) -> Iterator[list[_Running]]:
-    """Yield the servers once all are healthy. Raises ServeError if one ends first, or at the deadline."""
+    """Yield the servers once all are healthy. Raises ServeError if one ends first, or at the
+    deadline.
+    """
     deadline = time.monotonic() + settings.startup_seconds
     add_secret(api_key)
-    # Servers get no secrets except their key and Ray's, since serve.extra_args may use a Ray cluster.
+    # Servers get no secrets except their key and Ray's, since serve.extra_args may use a Ray
+    # cluster.
     secret_env = dict.fromkeys(
         name
         for name, value in os.environ.items()
@@ -184,7 +188,8 @@ def _run_servers(
 
 
 def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:
-    """Start a thread that sets the returned event once the server lists the model and completes a token.
+    """Start a thread that sets the returned event once the server lists the model and completes a
+    token.
 
     A thread, because another process on the port could accept a request and never answer.
     """

@@ -1,4 +1,6 @@
-"""Signals that cancel an evaluation or a training: what they leave, and that it is continued from there."""
+"""Signals that cancel an evaluation or a training: what they leave, and that it is continued from
+there.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ with Run.start(load_config(sys.argv[1], sys.argv[2:]), flow="fetch-model") as ru
 
 
 class Terminated(BaseException):
-    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
+    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would
+    let through.
+    """
 
 
 @pytest.fixture
@@ -63,7 +67,9 @@ def sigterm_raises() -> Iterator[None]:
 def test_a_signal_ends_an_evaluation_whenever_it_comes(
     sigterm_raises: None, server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    """Each evaluation goes on from the one before, gets a signal at some request, and would not end without it."""
+    """Each evaluation goes on from the one before, gets a signal at some request, and would not end
+    without it.
+    """
     evaluation_set, release, draw = make_set(1500), threading.Event(), random.Random(7)
     num_signals, limits = 20, Limits(concurrency=8, timeout_seconds=2 * FAR)
     stop_at, due = 0, threading.Semaphore(0)

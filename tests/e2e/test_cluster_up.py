@@ -1,4 +1,6 @@
-"""`dapo cluster up`, `status` and `down` on network namespaces, or on loopback addresses without them."""
+"""`dapo cluster up`, `status` and `down` on network namespaces, or on loopback addresses without
+them.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,14 @@ def test_a_link_local_or_unreachable_address_is_refused(
     listed = [{"name": first.name, "address": "169.254.7.1"}, {"name": second.name}]
     message = _refused(make_site(tmp_path, namespaces, hosts=listed))
     assert (
-        f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine has "
-        in message
+        f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine "
+        "has " in message
     )
     assert f"{first.interface} ({first.address}" in message
-    ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['203.0.113.9']))"
+    ask = (
+        "from tasks.nodes.interface import interface_towards as towards; "
+        "print(towards(['203.0.113.9']))"
+    )
     with pytest.raises(subprocess.CalledProcessError) as caught:
         first.run(f'{sys.executable} -c "{ask}"')
     assert (
@@ -76,7 +81,10 @@ def test_a_link_local_or_unreachable_address_is_refused(
         in caught.value.stderr
     )
     first.run(f"ip addr add fd77::1/64 dev {first.interface} nodad")
-    ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['fd77::2']).address)"
+    ask = (
+        "from tasks.nodes.interface import interface_towards as towards; "
+        "print(towards(['fd77::2']).address)"
+    )
     assert first.run(f'{sys.executable} -c "{ask}"') == "fd77::1\n"
 
 
@@ -93,7 +101,10 @@ def test_interfaces_may_have_several_addresses_and_labels(namespaces: list[FakeH
         "    print(found.name, found.address)\n"
         "print(describe_interfaces())"
     )
-    asked = f"198.19.0.9\n198.19.1.9\n198.19.1.9 {wire}\n198.19.1.9 {wire} 198.19.1.1\n198.19.1.9 {label}\n"
+    asked = (
+        f"198.19.0.9\n198.19.1.9\n198.19.1.9 {wire}\n198.19.1.9 {wire} 198.19.1.1\n198.19.1.9 "
+        f"{label}\n"
+    )
     *found, described = first.run(
         f'printf "{asked}" | {sys.executable} -c "{program}"'
     ).splitlines()
@@ -131,7 +142,10 @@ def test_a_missing_host_and_a_taken_port_are_refused_together(
         {"name": first.name, "address": first.address},
         {"name": "dapo-none", "address": "198.18.0.99"},
     ]
-    listens = f"s = socket.create_server(({first.address!r}, {PORT})); print('open', flush=True); s.accept()"
+    listens = (
+        f"s = socket.create_server(({first.address!r}, {PORT})); print('open', flush=True); "
+        "s.accept()"
+    )
     program = f"import socket; {listens}"
     command = ["ip", "netns", "exec", first.name, sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
@@ -162,7 +176,8 @@ def test_a_host_with_another_ray_or_other_code_is_refused(
     )
     script = tmp_path / "shell"
     script.write_text(
-        f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh -c "$2"\n'
+        f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh '
+        f'-c "$2"\n'
     )
     script.chmod(0o755)
     site = make_site(tmp_path, namespaces, shell=f"{script} {{host}}")
@@ -258,7 +273,8 @@ def test_the_preflight_names_the_pair_of_hosts_with_a_closed_port(
     assert first.address in network["where"].split(" to ")[0]
     assert second.address in network["where"].split(" to ")[1]
     assert network["found"] == (
-        f"no connection to {second.address} port {last} (Ray's workers, 10002-{last}; Ray's address, "
+        f"no connection to {second.address} port {last} (Ray's workers, 10002-{last}; Ray's "
+        "address, "
         f"GLOO_SOCKET_IFNAME={second.interface}): no answer within 3 s"
     )
     assert ("all-reduce", "ok") in found

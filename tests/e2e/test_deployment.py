@@ -1,4 +1,5 @@
-"""Running the chain through server and worker: a power failure in the middle, the Prefect UI, reruns.
+"""Running the chain through server and worker: a power failure in the middle, the Prefect UI,
+reruns.
 
 One scenario whose steps are fixtures, with a small real chain: a training, a merge, two servers.
 """

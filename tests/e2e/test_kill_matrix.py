@@ -1,20 +1,22 @@
-"""Whatever is killed leaves no process behind and gets the right state, and the next run continues its work.
+"""Whatever is killed leaves no process behind and gets the right state, and the next run continues
+its work.
 
-event, and during which stage                state of the run        what continues
-SIGKILL of the flow's process, building      Crashed, by worker      a waiting run builds
-cancelled in the UI, building                Cancelled               a waiting run builds
-SIGKILL of a stage's command                 Running                 its next attempt
-cancelled in the UI, evaluating              Cancelled               the next run asks the remaining items
-SIGTERM of the worker, training              Crashed, by automation  training, to which the next run attaches
-cancelled in the UI, training                Cancelled               the next run, from the last step
-cancelled in the UI, waiting to train        Cancelled               the training that it waited for
-SIGKILL of worker and flow, training         Crashed, by automation  training for flow.unwatched_minutes; then the
+event, and during which stage                state of the run        what continues SIGKILL of the
+flow's process, building      Crashed, by worker      a waiting run builds cancelled in the UI,
+building                Cancelled               a waiting run builds SIGKILL of a stage's command
+Running                 its next attempt cancelled in the UI, evaluating              Cancelled
+the next run asks the remaining items SIGTERM of the worker, training              Crashed, by
+automation  training, to which the next run attaches cancelled in the UI, training
+Cancelled               the next run, from the last step cancelled in the UI, waiting to train
+Cancelled               the training that it waited for SIGKILL of worker and flow, training
+Crashed, by automation  training for flow.unwatched_minutes; then the
                                                                      next run, from the last step
 SIGKILL of worker and server, away for 40 s  Completed               its flow
 SIGKILL or SIGINT of `dapo run`              -, its server exits     a waiting run builds
 SIGKILL of everything at once                test_deployment.py
 
-One scenario whose steps are fixtures: several rows run at a time, each starting from the results of others.
+One scenario whose steps are fixtures: several rows run at a time, each starting from the results of
+others.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Paused:
     processes: list[psutil.Process]  # supervisor, command, driver, Ray
 
     def end(self, reason: str) -> list[str]:
-        """Resume once it is being stopped for this reason; returns its metrics once all processes are gone."""
+        """Resume once it is being stopped for this reason; returns its metrics once all processes
+        are gone.
+        """
         self.site.wait_for(f"the end, {reason}", lambda: self._is_stopped(reason), PATIENCE_SECONDS)
         self.driver.resume()
         assert_all_gone(self.processes)

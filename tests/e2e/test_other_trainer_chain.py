@@ -1,4 +1,6 @@
-"""The whole chain around another trainer, and one that is cached: with a stand-in, since verl needs a GPU."""
+"""The whole chain around another trainer, and one that is cached: with a stand-in, since verl needs
+a GPU.
+"""
 
 from __future__ import annotations
 

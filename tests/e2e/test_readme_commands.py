@@ -1,4 +1,6 @@
-"""The README's stage commands on a shortened demo: the policy learns, and the served model is the trained one."""
+"""The README's stage commands on a shortened demo: the policy learns, and the served model is the
+trained one.
+"""
 
 from __future__ import annotations
 

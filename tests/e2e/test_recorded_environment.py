@@ -1,4 +1,6 @@
-"""A run records the variables that it sets for its children: compared with the environment of a real child."""
+"""A run records the variables that it sets for its children: compared with the environment of a
+real child.
+"""
 
 from __future__ import annotations
 

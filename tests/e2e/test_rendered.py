@@ -21,7 +21,8 @@ from tests.processes import wait_until
 
 PORT = 6393
 RECIPE = "configs/arith_cpu.yaml"
-# Stands in for the interpreter: `-m flows.cli` prints its arguments and the cluster's resources; else Python.
+# Stands in for the interpreter: `-m flows.cli` prints its arguments and the cluster's resources;
+# else Python.
 INTERPRETER = """#!/bin/bash
 if [ "$2" = flows.cli ]; then
   echo "dapo ${{*:3}}"
@@ -31,7 +32,8 @@ if [ "$2" = flows.cli ]; then
 fi
 exec {python} "$@"
 """
-# The same with a server instead of Ray, and a run that ends before its training has written the last checkpoint.
+# The same with a server instead of Ray, and a run that ends before its training has written the
+# last checkpoint.
 LEAVING = """#!/bin/bash
 case "$2 $3" in
   "flows.cli run")
@@ -44,7 +46,8 @@ case "$2 $3" in
 esac
 exec {python} "$@"
 """
-# Stand in for SLURM: run a task on each host of the job; exit with the status of the last task that failed.
+# Stand in for SLURM: run a task on each host of the job; exit with the status of the last task that
+# failed.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 tasks=() status=0
@@ -285,7 +288,8 @@ def test_a_node_without_the_store_is_named_before_ray_starts(
     folder = f"{tmp_path}/the store/.clusters/test{os.getpid()}-"
     assert reason.startswith(f"{other.name}: {folder}")
     assert reason.endswith(
-        f"created by {head.name}, is not visible on {other.name}: put store.path on storage that all nodes share"
+        f"created by {head.name}, is not visible on {other.name}: put store.path on storage that "
+        "all nodes share"
     )
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []
     assert [_processes(host) for host in names] == [[], []]

@@ -1,4 +1,6 @@
-"""A chat and text completions server on a loopback port that adds numbers and misbehaves on request."""
+"""A chat and text completions server on a loopback port that adds numbers and misbehaves on
+request.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # Headers and body are two writes: without this, delayed acknowledgements cost 40 ms per request.
+        # Headers and body are two writes: without this, delayed acknowledgements cost 40 ms per
+        # request.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def do_GET(self) -> None:

@@ -42,7 +42,9 @@ ERROR_EVENTS = (
 
 
 class Browser:
-    """One Chromium page, as a context manager. `complaints` and `requests` collect events during calls."""
+    """One Chromium page, as a context manager. `complaints` and `requests` collect events during
+    calls.
+    """
 
     def __init__(self) -> None:
         self.complaints: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""A small chain of our real tasks, and stages that fail in the ways stages do, for a test of Prefect's page.
+"""A small chain of our real tasks, and stages that fail in the ways stages do, for a test of
+Prefect's page.
 
 python -m tests.integration.page_flow FOLDER WEBHOOK_URL
 """

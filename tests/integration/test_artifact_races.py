@@ -20,7 +20,8 @@ from tests.processes import DEADLINE_SECONDS, wait_until
 
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 
-# Builds PARTS: each build writes its pid to `builds`, waits for the file `go`, and prints the result of produce.
+# Builds PARTS: each build writes its pid to `builds`, waits for the file `go`, and prints the
+# result of produce.
 BUILDER = """
 import logging, os, sys, time
 from pathlib import Path
@@ -87,7 +88,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     )
     if mounted.returncode != 0:
         pytest.skip(
-            f"mounting needs root: {mounted.stderr.decode().strip()}; see test_artifacts for /dev/full"
+            f"mounting needs root: {mounted.stderr.decode().strip()}; see test_artifacts for "
+            "/dev/full"
         )
     yield disk
     subprocess.run(["umount", disk], check=True)

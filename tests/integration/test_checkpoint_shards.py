@@ -1,4 +1,6 @@
-"""Real ranks save and load checkpoints: exactly, on other rank counts, asynchronously, and with failing writes."""
+"""Real ranks save and load checkpoints: exactly, on other rank counts, asynchronously, and with
+failing writes.
+"""
 
 from __future__ import annotations
 

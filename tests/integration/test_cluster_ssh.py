@@ -40,9 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
-        f"AuthorizedKeysFile {folder}/own.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-        f'AcceptEnv DAPO_*\nForceCommand $DAPO_SHELL -c "$SSH_ORIGINAL_COMMAND"\n'  # as if it were the login shell
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM "
+        "no\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder}/own.pub\nPasswordAuthentication no\nPermitRootLogin "
+        "prohibit-password\n"
+        # as if it were the login shell
+        f'AcceptEnv DAPO_*\nForceCommand $DAPO_SHELL -c "$SSH_ORIGINAL_COMMAND"\n'
     )
     key = (folder / "host.pub").read_text()
     (folder / "known").write_text(f"[127.0.0.1]:{port} {key}")

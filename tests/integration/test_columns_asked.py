@@ -1,4 +1,6 @@
-"""Baselines and checkpoints through the chain's tasks: evaluated once, cached, and failing independently."""
+"""Baselines and checkpoints through the chain's tasks: evaluated once, cached, and failing
+independently.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def test_each_column_is_evaluated_once_and_fails_alone(
     merged = Path(run.stages["merge_step_20"].artifact)
     assert (merged / "step").read_text() == "step_000020"
 
-    # A longer list costs only new steps; a step that the training did not keep is missing, with a fix.
+    # A longer list costs only new steps; a step that the training did not keep is missing, with a
+    # fix.
     again = small_config(store, baselines, "evaluate.checkpoints=[20, 40, 60]")
     run, columns = ask(again)
     assert all(

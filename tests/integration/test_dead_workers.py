@@ -39,7 +39,8 @@ from tests.batches import random_batch
 from tests.trainings import World, config_of
 
 FAR = 120.0
-QUICK = 60.0  # for a call on a dead process and for cleanup, far below a collective's timeout of half an hour
+# for a call on a dead process and for cleanup, far below a collective's timeout of half an hour
+QUICK = 60.0
 PAUSE = 0.3  # between stopping and killing a process, so that others wait for it
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 ERRORS = {

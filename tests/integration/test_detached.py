@@ -40,8 +40,8 @@ TICKER = """
     print("last words")
     sys.exit(int(sys.argv[2]))
 """
-# On SIGTERM reports whether its helper in the same process group is alive, and exits a little later, or once the
-# file exists.
+# On SIGTERM reports whether its helper in the same process group is alive, and exits a little
+# later, or once the file exists.
 SAVER = """
     import os, signal, sys, time
     if (helper := os.fork()) == 0:

@@ -101,11 +101,15 @@ def test_a_dead_driver_is_restarted_after_its_processes_are_gone(tmp_path: Path)
     exit_code, output = command.end()
     assert (exit_code, len(command.drivers())) == (7, 3), output
     first, second, _ = command.drivers()
-    restarts = "training restarts in 0 s from the beginning (restart {} of at most 2 without a new checkpoint)"
+    restarts = (
+        "training restarts in 0 s from the beginning (restart {} of at most 2 without a new "
+        "checkpoint)"
+    )
     assert output.splitlines() == [
         f"the training's driver (pid {first}) ended with exit code 1 without reporting an error; "
         + restarts.format(1),
-        f"the training's driver (pid {second}) was killed by SIGKILL (not by us; most often the kernel does this "
+        f"the training's driver (pid {second}) was killed by SIGKILL (not by us; most often the "
+        "kernel does this "
         "when memory runs out) without reporting an error; " + restarts.format(2),
     ]
 
@@ -187,7 +191,9 @@ def test_a_driver_ends_with_its_parent(tmp_path: Path, started: list[Command]) -
 def test_a_dead_raylet_causes_a_restart(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During startup and in a step; Ray kills the driver unless it notices the death of its ranks first."""
+    """During startup and in a step; Ray kills the driver unless it notices the death of its ranks
+    first.
+    """
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe = tmp_path / "recipe.yaml"

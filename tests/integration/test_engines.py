@@ -196,7 +196,9 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
-    """4000 first tokens: the ten most likely are each within 4.5 standard deviations of their probability."""
+    """4000 first tokens: the ten most likely are each within 4.5 standard deviations of their
+    probability.
+    """
     engine.settings = replace(SETTINGS, max_response_tokens=1)
     prompt_ids = [5, 6, 7, 8]
     with torch.no_grad():
@@ -324,7 +326,9 @@ def test_abort_returns_partial_responses_and_leaves_others_unchanged(engine):
 
 
 def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
-    """Each token's log-prob comes from the weights that sampled it; the length limit counts all tokens."""
+    """Each token's log-prob comes from the weights that sampled it; the length limit counts all
+    tokens.
+    """
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(16)[8:]
     engine.submit(requests)

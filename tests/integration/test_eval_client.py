@@ -1,4 +1,6 @@
-"""Requests to real HTTP servers that misbehave on purpose: each gets one outcome, never an exception."""
+"""Requests to real HTTP servers that misbehave on purpose: each gets one outcome, never an
+exception.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +229,8 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     body = (
-        b'{"choices": [{"message": {"content": "\\ud800 \\\\boxed{1}"}, "finish_reason": NaN, "logprob": NaN}],'
+        b'{"choices": [{"message": {"content": "\\ud800 \\\\boxed{1}"}, "finish_reason": NaN, '
+        b'"logprob": NaN}],'
         b' "usage": {"completion_tokens": NaN}}'
     )
     server.behave = lambda handler, prompt, attempt: handler.send(200, body)

@@ -1,4 +1,6 @@
-"""An evaluation measures one model: a server that returns with another model under the same name is refused."""
+"""An evaluation measures one model: a server that returns with another model under the same name is
+refused.
+"""
 
 from __future__ import annotations
 

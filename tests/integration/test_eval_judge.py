@@ -37,7 +37,9 @@ def court() -> Iterator[ArithmeticServer]:
 
 
 def rule(court: ArithmeticServer, *verdicts: str) -> None:
-    """Make vote i on the problem `n + 1 = ?` letter i of verdict n: r right, w wrong, u unreadable, f failed."""
+    """Make vote i on the problem `n + 1 = ?` letter i of verdict n: r right, w wrong, u unreadable,
+    f failed.
+    """
     words = {"r": "It is.\n**Verdict: RIGHT**", "w": "\nwrong.\n", "u": "I cannot say"}
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
@@ -98,7 +100,8 @@ def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
         ["wrong", "right", "right"],
         None,
     ]
-    # 1 has no majority; of 0 and 2, right, and the truncated 3, 2 of 3. Pairs that agree: 3 of 3, 0 of 1, 1 of 3.
+    # 1 has no majority; of 0 and 2, right, and the truncated 3, 2 of 3. Pairs that agree: 3 of 3, 0
+    # of 1, 1 of 3.
     assert summary.judge == {
         "judged": 3,
         "failed": 1,

@@ -1,4 +1,6 @@
-"""Multiple choice by log-probs: requests, the likeliest option, and unsuitable problems and servers."""
+"""Multiple choice by log-probs: requests, the likeliest option, and unsuitable problems and
+servers.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(
     for side in ("before", "after"):
         summary = evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / side)
     rows = list(read_rows(tmp_path / "before").values())
-    # Sums: red -2, blue -0.75 - 0.75 - 1 = -2.5, seven -5. By character: red -2/3, blue -2.5/14, seven -1.
+    # Sums: red -2, blue -0.75 - 0.75 - 1 = -2.5, seven -5. By character: red -2/3, blue -2.5/14,
+    # seven -1.
     assert rows[2].details == {"options": CHOICES, "log_probs": [-2.0, -2.5, -5.0]}
     assert [row.answer for row in rows] == ["A", "A", "red", "red", "red"]
     assert [row.gold for row in rows] == ["A", "C", "very very blue", "red", "very very blue"]
@@ -157,8 +160,10 @@ def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) ->
     with pytest.raises(ProblemsError) as caught:
         golds_of(written(tmp_path, *rows))
     assert str(caught.value) == (
-        "all 2 answers can be read as texts and as indices of the options, and 2 then mean different options "
-        "(row-0: '3', row-1: '1'): write the key `answer` as the option's letter (A, B, ...) or as its index from "
+        "all 2 answers can be read as texts and as indices of the options, and 2 then mean "
+        "different options "
+        "(row-0: '3', row-1: '1'): write the key `answer` as the option's letter (A, B, ...) or as "
+        "its index from "
         "0, a JSON integer without quotes"
     )
 

@@ -97,7 +97,8 @@ def test_rows_and_summary_record_prompts_answers_and_verdicts(
 def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    # Two of four items get another response from their second sample on, one of them with the same answer.
+    # Two of four items get another response from their second sample on, one of them with the same
+    # answer.
     def differ(handler: Handler, prompt: str, attempt: int) -> bool:
         text = {"1 + 1 = ?": "\\boxed{9}", "2 + 1 = ?": "So \\boxed{3}"}.get(prompt)
         return attempt >= 2 and text is not None and handler.say(text)
@@ -112,7 +113,8 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
     )
     assert (summary.num_items, summary.num_samples, summary.n) == (4, 3, 12)
     assert summary.accuracy == 10 / 12  # samples 1 and 2 of item 1 are wrong
-    # Of 3 samples each item has 3, 1, 3, 3 right; the answer 9, given twice, outvotes item 1's right one.
+    # Of 3 samples each item has 3, 1, 3, 3 right; the answer 9, given twice, outvotes item 1's
+    # right one.
     assert summary.samples is not None
     values = {name: metric["value"] for name, metric in summary.samples.items()}
     # pass@2 of item 1: 1 - C(2, 2) / C(3, 2) = 2 / 3
@@ -154,7 +156,9 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
 def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    """AIME as published, with 8 rows per problem. Tested as 240 items, this change would have p = 0.0005."""
+    """AIME as published, with 8 rows per problem. Tested as 240 items, this change would have p =
+    0.0005.
+    """
     rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(240)]
     (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     aime = load_set(tmp_path / "aime.jsonl", "aime24", "bare")
@@ -214,7 +218,8 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
         prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
     )
     message = (
-        r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may \(evaluate.max_failed_ratio\). "
+        r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may "
+        r"\(evaluate.max_failed_ratio\). "
         r"First reason: HTTP 400: too long"
     )
     with pytest.raises(RequestsRefused, match=message) as caught:

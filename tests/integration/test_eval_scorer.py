@@ -109,7 +109,8 @@ def test_the_same_failure_of_a_scorer_is_logged_once(
 ) -> None:
     path = tmp_path / "score.py"
     path.write_text(
-        "def compute_score(extra_info, **_):\n    number = extra_info['index']\n    if number == 7:\n"
+        "def compute_score(extra_info, **_):\n    number = extra_info['index']\n    if number == "
+        "7:\n"
         "        return 1\n    if number % 2:\n        raise ValueError(f'odd\\n{number}')\n"
         "    raise KeyError(number)\n"
     )
@@ -151,7 +152,8 @@ def test_a_hanging_scorer_is_given_up_and_delays_no_request(
     last = tmp_path / "last"
     path.write_text(
         "import pathlib, time\n\ndef compute_score(**_):\n"
-        f"    while not pathlib.Path({str(last)!r}).exists():\n        time.sleep(0.01)\n    return 1\n"
+        f"    while not pathlib.Path({str(last)!r}).exists():\n        time.sleep(0.01)\n    "
+        "return 1\n"
     )
     monkeypatch.setattr(settings, "SCORER_SECONDS", 60.0)
     server.behave = lambda handler, prompt, attempt: prompt == "99 + 1 = ?" and last.touch()
@@ -163,7 +165,8 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
 ) -> None:
     for side in ("before", "after"):
         summary = evaluated(server, tmp_path / side, "geo3k", 3)
-        # A box scores 0.9; the 0.1 for format needs thinking in tags, which the server does not send.
+        # A box scores 0.9; the 0.1 for format needs thinking in tags, which the server does not
+        # send.
         assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
         assert (summary.accuracy, summary.settings["grader"]) == (
             pytest.approx(2 / 3),
@@ -186,7 +189,8 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
         (
             "{}/score.py:other",
-            r"\.py defines compute_score, os, time at top level, not other; .* set evaluate\.scorer=.*py:NAME",
+            r"\.py defines compute_score, os, time at top level, not other; .* set "
+            r"evaluate\.scorer=.*py:NAME",
         ),
     ],
 )

@@ -141,7 +141,8 @@ def test_no_server_is_idle_while_any_benchmark_has_requests_left(
     assert is_long == [True] * 16 + [False] * 40, (
         "a short problem was asked before the last long one"
     )
-    # Short problems fill the tail of the long ones; in the suite's order, long ones would finish alone.
+    # Short problems fill the tail of the long ones; in the suite's order, long ones would finish
+    # alone.
     assert max(held.end for held in simulation.begun) - simulation.begun[-1].begin < LONG_SECONDS
     bodies = [body for server in servers for _, _, body in server.requests]
     assert {(body["max_tokens"], body["temperature"]) for body in bodies} == {(16, 0.0), (512, 0.6)}

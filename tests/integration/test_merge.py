@@ -1,4 +1,6 @@
-"""Merging shards of real FSDP2 ranks gives a folder that transformers and vLLM load, equal tensor by tensor."""
+"""Merging shards of real FSDP2 ranks gives a folder that transformers and vLLM load, equal tensor
+by tensor.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str,
 
 
 def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Update once, so that every weight changes, and save; returns the rank's weights and log-probs."""
+    """Update once, so that every weight changes, and save; returns the rank's weights and
+    log-probs.
+    """
     policy = Policy(model_path, make_config(model_path, train=TRAIN))
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
@@ -261,7 +265,8 @@ def _link_outside(checkpoint: Path) -> None:
         (flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
         (
             _plant("tensor_names.json", b'["model.norm.weight"]'),
-            r"model\.\S+ in .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
+            r"model\.\S+ in .*/step_000007 has no counterpart among the 1 names in "
+            r"tensor_names\.json",
         ),
         (
             _plant("tensor_names.json", b'["model.norm'),

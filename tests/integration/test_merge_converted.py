@@ -91,7 +91,10 @@ def test_external_converter_converts_mindspeed_weights(model: Path, tmp_path: Pa
     ):
         pass
     # Like MindSpeed-RL's converter, it writes to a subfolder of the model folder.
-    script = "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* {model}/mg2hg/conf*"
+    script = (
+        "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* "
+        "{model}/mg2hg/conf*"
+    )
     config = config_of(converter=f"sh -c '{script}'")
     with converted(config, [output], tmp_path / "merged") as sources:
         merge_checkpoint(sources, tmp_path / "merged")

@@ -346,7 +346,8 @@ def test_a_missing_best_checkpoint_is_reported_before_anything_is_written(
     for source, message in (
         (
             tmp_path / "output",
-            r"no checkpoint in \S+/output was validated, .* set validation\.every and checkpoint\.k",
+            r"no checkpoint in \S+/output was validated, .* set validation\.every and "
+            r"checkpoint\.k",
         ),
         (one, r"step_000001 is one checkpoint, so there is no best one to choose"),
         (small[1], r"global_step_3 is one checkpoint of verl, so there is no best one"),

@@ -199,15 +199,18 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),
         (
             _truncate,
-            r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it again",
+            r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it "
+            r"again",
         ),
         (
             _rewrite(zipfile.ZIP_DEFLATED),
-            r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which torch",
+            r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which "
+            r"torch",
         ),
         (
             _flip_value,
-            r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not match",
+            r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not "
+            r"match",
         ),
         (
             lambda actor: (
@@ -220,11 +223,13 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         (_swap, r"rank_1\.pt does not match the other shards: .*part 0, not 1; copy it again"),
         (
             _change(_rename),
-            r"rank_1\.pt does not .*: 2 names differ from the first shard, such as model\.norm\.scale",
+            r"rank_1\.pt does not .*: 2 names differ from the first shard, such as "
+            r"model\.norm\.scale",
         ),
         (
             _change(_halve),
-            r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\) torch\.float16, not \(64,\) to",
+            r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\) torch\.float16, not \(64,\) "
+            r"to",
         ),
         (
             _change(_shorten),
@@ -232,7 +237,8 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),  # 22, 22, 20
         (
             _change(_poison),
-            r"rank_1\.pt is refused: it contains more than tensors, and loading it could run code \(.*o",
+            r"rank_1\.pt is refused: it contains more than tensors, and loading it could run code "
+            r"\(.*o",
         ),
         (
             _edit("fsdp_config.json", world_size=8),

@@ -35,7 +35,9 @@ class _BadBackward(torch.autograd.Function):
 
 
 def _searched(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
-    """What the guard says of faults planted one after the other, and whether the model trains without them."""
+    """What the guard says of faults planted one after the other, and whether the model trains
+    without them.
+    """
     policy = Policy(config.model.path or "", config)
     policy._searches_left = 99
     layer: Any = policy.model.causal_lm.model.layers[1]  # type: ignore[union-attr, index]
@@ -74,7 +76,8 @@ def test_the_nan_guard_names_module_rank_and_micro_batch(tmp_path: Path) -> None
         name: [str(found[name].fault) for found in ranks]
         for name in ("forward", "backward", "weight")
     }
-    # The other rank's numbers are sound until gradients are summed: the lower order is where it began.
+    # The other rank's numbers are sound until gradients are summed: the lower order is where it
+    # began.
     assert [found["forward"].fault.order for found in ranks] == [3, 0]
     assert faults["forward"][1] == "the output of model.layers.1.mlp.act_fn (rank 1, micro-batch 0)"
     backward = "a gradient from the backward pass of model.layers.1.self_attn.o_proj"
@@ -99,7 +102,9 @@ def test_the_nan_warning_names_the_step_and_what_to_try(
     group.learn(batch, Measured(batch.rollout_log_probs, batch.rollout_log_probs), step=7)
     (said,) = caplog.messages
     assert said.startswith(
-        "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite number: "
-        "the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, rule out causes: "
+        "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite "
+        "number: "
+        "the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, rule out "
+        "causes: "
     )
     assert "train.fused_kernels=[]" in said

@@ -195,7 +195,8 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
     yield groups
     for group in groups:
         remove_placement_group(group)
-    # Ray frees node by node; the next test's groups would be packed around devices that are still in use.
+    # Ray frees node by node; the next test's groups would be packed around devices that are still
+    # in use.
     wait_until(
         lambda: free_devices() == {name: NUM_NODES * count for name, count in DEVICES.items()},
         "free devices",
@@ -271,7 +272,8 @@ def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: 
     config = config_of()
     require_shared([ids["node0"], ids["node2"]], config, HERE / "model", HERE / "output")
     message = (
-        r"^node \S+ \(.+?\) does not see model folder /proc/self/cwd/model \(No such file or directory\), "
+        r"^node \S+ \(.+?\) does not see model folder /proc/self/cwd/model \(No such file or "
+        r"directory\), "
         r"output /proc/self/cwd/output \(another folder\): put the store \(store\.path\)"
     )
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,6 @@
-"""Another trainer as the training stage, from its start to the report: with a stand-in, since verl needs a GPU."""
+"""Another trainer as the training stage, from its start to the report: with a stand-in, since verl
+needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,8 @@ def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_pat
     assert children
     assert not [child for child in children if child.is_running()], said
     assert re.search(
-        r"TrainingStopped: training was stopped; its newest checkpoint is \S+/global_step_4 of 6 steps",
+        r"TrainingStopped: training was stopped; its newest checkpoint is \S+/global_step_4 of 6 "
+        r"steps",
         said,
     )
     assert "training step 4/6: score 0.000, length 12 tokens, 0.1 s" in said

@@ -1,4 +1,6 @@
-"""The commands of the README's "Your data and your model", with a small model and real rows if available."""
+"""The commands of the README's "Your data and your model", with a small model and real rows if
+available.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def write_dapo_math(path: Path) -> None:
 
 
 def write_choices(path: Path) -> None:
-    """Multiple-choice questions as instruction and output, the gold one in boxes, as CFLUE is published."""
+    """Multiple-choice questions as instruction and output, the gold one in boxes, as CFLUE is
+    published.
+    """
     made = [
         {
             "instruction": f"单选题。\n{n} + 1 = （）。\nA. {n}\nB. {n + 1}\n请把答案放到\\boxed{{}}中。",

@@ -73,7 +73,10 @@ def test_lines_over_the_limit_are_omitted_only_from_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
-    code = "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - a:2')\nprint('ValueError: x')"
+    code = (
+        "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - "
+        "a:2')\nprint('ValueError: x')"
+    )
     heard: list[str] = []
     with prefect_page() as page:
         run = talk(tmp_path, monkeypatch, code, on_line=heard.append)

@@ -65,7 +65,9 @@ def _batch() -> Batch:
 
 
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
-    """Measure log-probs, then run one update; returns log-probs, the update, and the weights after it."""
+    """Measure log-probs, then run one update; returns log-probs, the update, and the weights after
+    it.
+    """
     torch.compile = partial(torch.compile, backend="eager")  # inductor takes 40 s
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
@@ -148,7 +150,8 @@ def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch:
     weights = ranks[0]["weights"]
     assert set(weights) == set(expected["weights"])
     for name, weight in weights.items():
-        # AdamW's first step moves each weight by lr * sign(gradient): compare where the gradient is not noise
+        # AdamW's first step moves each weight by lr * sign(gradient): compare where the gradient is
+        # not noise
         close = torch.isclose(weight, expected["weights"][name], rtol=1e-4, atol=1e-4)
         assert close.float().mean() > 0.995, name
     assert all(rank["weights"] is None for rank in ranks[1:])

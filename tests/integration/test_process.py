@@ -27,7 +27,8 @@ from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
-# A tree with everything that escapes a plain killpg; each process writes "name pid start_time" to `members`.
+# A tree with everything that escapes a plain killpg; each process writes "name pid start_time" to
+# `members`.
 TREE = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
@@ -229,7 +230,10 @@ def test_the_error_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
-    full = f"train ended with exit code 1, and the disk of {tmp_path} is full: its last output may be missing;"
+    full = (
+        f"train ended with exit code 1, and the disk of {tmp_path} is full: its last output may be "
+        "missing;"
+    )
     assert caught.value.summary.startswith(full)
     assert str(caught.value).startswith(full)
 
@@ -253,7 +257,8 @@ def test_the_error_names_the_signal_or_the_missing_program(
 
 
 def test_each_line_arrives_once_whatever_its_bytes(tmp_path: Path) -> None:
-    # Written in bursts around the polls; the last line has no newline and comes right before the end.
+    # Written in bursts around the polls; the last line has no newline and comes right before the
+    # end.
     code = r"""
         import os, sys, time
         for i in range(20000):
@@ -303,7 +308,10 @@ def test_environment_folder_and_input_of_the_command(
     )
     for name in names:
         monkeypatch.setenv(name, f"value of {name}")
-    code = f"import os, sys; print(*map(os.environ.get, {names}), os.getcwd(), repr(sys.stdin.read()), sep=', ')"
+    code = (
+        f"import os, sys; print(*map(os.environ.get, {names}), os.getcwd(), "
+        "repr(sys.stdin.read()), sep=', ')"
+    )
     env = {"ADDED": "too", "TAKEN": None}
     with background_command(
         python(code), log_path=tmp_path / "log", label="asker", env=env
@@ -359,7 +367,8 @@ def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> Non
 
 
 def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
-    # The parent-death signal also comes when only the starting thread ends; that must not end the server.
+    # The parent-death signal also comes when only the starting thread ends; that must not end the
+    # server.
     context = background_command(SLEEP, log_path=tmp_path / "log", label="server")
     servers = []
     starter = threading.Thread(target=lambda: servers.append(context.__enter__()))
@@ -399,7 +408,10 @@ def test_the_private_prefect_server_of_a_run_gets_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    code = "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); time.sleep(60)"
+    code = (
+        "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); "
+        "time.sleep(60)"
+    )
     monkeypatch.setattr(prefect_server, "PREFECT", python(code))
     with prefect_server._private_server("http://127.0.0.1:1/api", 1, "dapo:very-secret") as server:
         wait_until(lambda: server.tail(1) == ["dapo:"], "its password")

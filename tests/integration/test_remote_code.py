@@ -1,4 +1,6 @@
-"""Python files in a model folder run only with model.trust_remote_code, even if someone answers `y`."""
+"""Python files in a model folder run only with model.trust_remote_code, even if someone answers
+`y`.
+"""
 
 from __future__ import annotations
 

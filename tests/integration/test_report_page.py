@@ -40,7 +40,10 @@ FORMS: dict[str, Callable[[Any], str]] = {
 TOKENS = {"perf/trained_response_tokens": 1200, "perf/generated_tokens": 2500}
 TABLES = "[...document.querySelectorAll('.scroll')]"
 ITEM = "[...document.querySelectorAll('details.item')]"
-LATEX = "We get $x^2 = \\frac{1}{4}$, so \\boxed{\\text{<img src=x onerror=hacked=1>}} and $\\href{http://a}{1}$."
+LATEX = (
+    "We get $x^2 = \\frac{1}{4}$, so \\boxed{\\text{<img src=x onerror=hacked=1>}} and "
+    "$\\href{http://a}{1}$."
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,8 @@ def opened(browser: Browser, identity: str) -> str:
 
 def test_the_page_shows_the_numbers_of_the_json(browser: Browser, report: dict[str, Any]) -> None:
     fields = browser.evaluate(
-        "[...document.querySelectorAll('[data-field]')].map(e => [e.dataset.field, e.dataset.form, e.textContent])"
+        "[...document.querySelectorAll('[data-field]')].map(e => [e.dataset.field, e.dataset.form, "
+        "e.textContent])"
     )
     seen = set()
     for path, form, text in fields:

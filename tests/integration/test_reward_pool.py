@@ -1,4 +1,6 @@
-"""The reward pool with real processes: user files that loop, die, print and raise do not affect other calls."""
+"""The reward pool with real processes: user files that loop, die, print and raise do not affect
+other calls.
+"""
 
 from __future__ import annotations
 

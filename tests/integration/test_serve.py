@@ -1,4 +1,6 @@
-"""A real `vllm serve`: matches the policy, protects its key, reports failures, and leaves nothing behind."""
+"""A real `vllm serve`: matches the policy, protects its key, reports failures, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 

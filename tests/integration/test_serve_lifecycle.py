@@ -92,7 +92,9 @@ def everything_is_gone() -> object:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
-    """Set the behaviour of each start (the last applies to all further ones); returns the ports used."""
+    """Set the behaviour of each start (the last applies to all further ones); returns the ports
+    used.
+    """
     ports: list[int] = []
 
     def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
@@ -178,7 +180,8 @@ def test_all_servers_answer_and_are_gone_after_the_block(
         ),
         (
             "breaks",
-            r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
+            r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its "
+            r"last "
             r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy",
         ),
     ],

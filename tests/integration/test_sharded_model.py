@@ -142,8 +142,8 @@ def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
 class LargestTensor(TorchDispatchMode):
     """Records the largest tensor that any operation fills.
 
-    What takes no memory is passed over: views, among them those of the mapped files, and tensors still empty,
-    which transformers' constructors make whole.
+    What takes no memory is passed over: views, among them those of the mapped files, and tensors
+    still empty, which transformers' constructors make whole.
     """
 
     num_bytes = 0
@@ -215,11 +215,13 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(1)}),
-            r"0 parameters of the model are not in the files, 1 \(model\.layers\.0\.extra\) tensors",
+            r"0 parameters of the model are not in the files, 1 \(model\.layers\.0\.extra\) "
+            r"tensors",
         ),
         (  # one matrix less, and its layer's other gate and up matrices are without their parameter
             lambda tensors: tensors.pop(UP),
-            r"1 \(model\.layers\.1\.mlp\.experts\.gate_up_proj\) parameters .*, 9 \(model\.layers\.1\..*\)",
+            r"1 \(model\.layers\.1\.mlp\.experts\.gate_up_proj\) parameters .*, 9 "
+            r"\(model\.layers\.1\..*\)",
         ),
         (
             lambda tensors: tensors.update({UP: torch.zeros(2, 2)}),

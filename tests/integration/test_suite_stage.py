@@ -1,4 +1,6 @@
-"""The stage evaluate_model on a suite: stored benchmarks are reused, and nothing is served if all are stored."""
+"""The stage evaluate_model on a suite: stored benchmarks are reused, and nothing is served if all
+are stored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Output of real trackers, read with their own readers: started, resumed after a stop, with results."""
+"""Output of real trackers, read with their own readers: started, resumed after a stop, with
+results.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_tensorboard(tracked: Path) -> None:
 
 
 def test_wandb(tracked: Path) -> None:
-    """Each attempt has a folder of the same run for `wandb sync`; a second one within a second is named NAME-1."""
+    """Each attempt has a folder of the same run for `wandb sync`; a second one within a second is
+    named NAME-1.
+    """
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # wandb has none in Python
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -33,8 +33,9 @@ from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 SAMPLING = {"temperature": 0.9}  # the probe after each sync compares at 1
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# Metrics of every training step, except those of KL and the reference model (test_training_options.py), of
-# accelerators (perf/mfu/actor and memory), and timing_s/testing, because these steps do not validate.
+# Metrics of every training step, except those of KL and the reference model
+# (test_training_options.py), of accelerators (perf/mfu/actor and memory), and timing_s/testing,
+# because these steps do not validate.
 METRIC_NAMES = expand("""
 step wall_time policy_version training/{global_step,epoch} train/num_gen_batches critic/score/{mean,max,min}
 critic/rewards/{mean,max,min} critic/advantages/{mean,max,min} critic/returns/{mean,max,min}
@@ -136,7 +137,8 @@ def test_phase_times_add_up_to_the_step(run: Run) -> None:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
-    # The rest is bookkeeping. Other processes may delay one step; a missing phase would show in all.
+    # The rest is bookkeeping. Other processes may delay one step; a missing phase would show in
+    # all.
     assert min(shares) < 0.02, shares
 
 
@@ -200,7 +202,9 @@ def test_learning_rate_and_position_follow_the_steps(run: Run) -> None:
 def test_placement_does_not_change_results(
     run: Run, world: World, ray_address: str, tmp_path: Path
 ) -> None:
-    """Sequence parallelism, replicated weights and two colocated engines, instead of two sharded ranks."""
+    """Sequence parallelism, replicated weights and two colocated engines, instead of two sharded
+    ranks.
+    """
     train(
         config_of(
             rollout={"num_workers": 2, **SAMPLING},
@@ -243,7 +247,9 @@ def started_since(before: dict[int, str]) -> Callable[[], bool]:
 def test_a_killed_training_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` restarts a dead rank or worker itself; a killed command is run again, as its stage does."""
+    """`dapo train` restarts a dead rank or worker itself; a killed command is run again, as its
+    stage does.
+    """
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())

@@ -23,7 +23,8 @@ from tests.trainings import World, config_of
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
 LIMIT = 24  # tokens of a response
-# The barely trained model gives no right answers, and equal rewards give no signal: score by length.
+# The barely trained model gives no right answers, and equal rewards give no signal: score by
+# length.
 LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
@@ -36,7 +37,8 @@ Start = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture
 def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start:
-    """Train with the given keys, by section; returns the lines of metrics.jsonl. A single rank runs without Ray.
+    """Train with the given keys, by section; returns the lines of metrics.jsonl. A single rank runs
+    without Ray.
 
     `scorer` is the source code for custom_reward.path, `name` the output folder.
     """
@@ -87,7 +89,8 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
         for name in ("min", "max"):
             thirds = 3 * line[f"critic/advantages/{name}"]
             assert thirds == pytest.approx(round(thirds), abs=1e-5)
-        # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x constant)
+        # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x
+        # constant)
         norm = num_tokens / ((NUM_RESPONSES - num_truncated) * LIMIT)
         assert line["actor/pg_loss"] == pytest.approx(
             -line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6
@@ -157,7 +160,8 @@ def test_rollout_correction_applies_to_a_partial_step(start: Start) -> None:
     assert line["policy_version"] == 1
     assert 0 < line["perf/trained_response_tokens"] < line["sampler/kept_tokens"]
     assert 1e-6 < line["rollout/k3_kl"] < 1e-3
-    # every ratio is near 1, so every importance weight is its limit; tokens of masked responses are not divided by
+    # every ratio is near 1, so every importance weight is its limit; tokens of masked responses are
+    # not divided by
     assert line["critic/advantages/mean"] != pytest.approx(0, abs=1e-3)
     assert line["actor/pg_loss"] == pytest.approx(-0.5 * line["critic/advantages/mean"], rel=1e-5)
 
@@ -244,7 +248,8 @@ def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
     assert "timing_s/old_log_prob" not in line
     assert line["actor/entropy"] > 0
     assert line["rollout/k3_kl"] > 1e-6
-    # The anchor is the engine's, so that the loss's mean log-ratio is the mismatch of the passes themselves
+    # The anchor is the engine's, so that the loss's mean log-ratio is the mismatch of the passes
+    # themselves
     assert line["actor/ppo_kl"] == pytest.approx(line["rollout/kl"], rel=1e-4)
 
 
@@ -327,9 +332,11 @@ def test_compat_verl_trains_on_rounding_noise_on_two_ranks(start: Start) -> None
     )
     assert line["sampler/kept_groups"] == 2
     assert line["critic/rewards/min"] == line["critic/rewards/max"] == -1.4
-    # in float32: -1.4 - mean is one rounding, 1.2e-7, and so is the deviation: 1.2e-7 / (1.3e-7 + 1e-6)
+    # in float32: -1.4 - mean is one rounding, 1.2e-7, and so is the deviation: 1.2e-7 / (1.3e-7 +
+    # 1e-6)
     assert abs(line["critic/advantages/mean"]) == pytest.approx(0.106, abs=0.02)
-    # ratios are 1 and advantages equal: the mean over ranks of means over micro-batches is that of one token
+    # ratios are 1 and advantages equal: the mean over ranks of means over micro-batches is that of
+    # one token
     assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"], rel=1e-4)
     assert line["actor/grad_norm"] > 0.01
 

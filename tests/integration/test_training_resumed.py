@@ -33,8 +33,8 @@ from tests.trainings import World, config_of
 
 FAR = 120.0
 SELDOM = {"save_every": 100, "keep_best": 0}
-# Any other answer has another accuracy, so that validations of other weights differ. `hold` names a metrics.jsonl
-# and a step: the draw after it takes until the file is removed.
+# Any other answer has another accuracy, so that validations of other weights differ. `hold` names a
+# metrics.jsonl and a step: the draw after it takes until the file is removed.
 SCORER = """
 import json, pathlib, time
 HOLD = pathlib.Path(__file__).with_name("hold")
@@ -52,14 +52,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on one rank in this process, validated before training and after each step."""
+    """A training of four steps on one rank in this process, validated before training and after
+    each step.
+    """
 
     output: Path
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
     def hold(self, output: Path, step: int) -> Path:
-        """Make a training wait in the draw after the step; returns a file that appears when it waits."""
+        """Make a training wait in the draw after the step; returns a file that appears when it
+        waits.
+        """
         held = self.scorer.with_name("held")
         held.unlink(missing_ok=True)
         text = json.dumps([str(output / METRICS_FILE), step])
@@ -167,7 +171,9 @@ def test_a_finished_training_starts_no_worker(
 def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On two ranks instead of one, at another rate; other changes are refused before anything starts."""
+    """On two ranks instead of one, at another rate; other changes are refused before anything
+    starts.
+    """
     changed: dict[str, Any] = {
         "num_ranks": 2,
         "learning_rate": 1e-2,
@@ -250,9 +256,11 @@ def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from.
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one
+    continues from.
 
-    test_kill_matrix.py stops a training on a Ray of its own, test_stopping.py shows that signals do not reach Ray.
+    test_kill_matrix.py stops a training on a Ray of its own, test_stopping.py shows that signals do
+    not reach Ray.
     """
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output, checkpoints = tmp_path / "stopped", tmp_path / "stopped" / "checkpoints"
@@ -260,7 +268,8 @@ def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
         handler = signal.getsignal(number)
         stopped = stopped_by(number, step, begun, world, output)
         assert str(stopped) == (
-            f"training was stopped after step {step} of 4; its checkpoint is {checkpoints / f'step_{step:06d}'}; "
+            f"training was stopped after step {step} of 4; its checkpoint is "
+            f"{checkpoints / f'step_{step:06d}'}; "
             "the same command resumes it"
         )
         assert stopped.exit_code == 128 + number

@@ -1,4 +1,6 @@
-"""Passes, AdamW settings, schedules and reference models in real updates, against plain loops and resumed."""
+"""Passes, AdamW settings, schedules and reference models in real updates, against plain loops and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
 def _plain(
     config: Config, batch: Batch, old: torch.Tensor
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed rates."""
+    """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed
+    rates.
+    """
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3)
     losses = []
@@ -241,7 +245,8 @@ def test_a_reference_with_other_sizes_is_refused(tmp_path: Path) -> None:
 def test_a_refreshed_reference_survives_a_resume(
     world: World, tmp_path: Path, skipped: int, resumed_after: int, placement: str
 ) -> None:
-    """KL is 0 in the first step trained after a refresh, and what it would have been in others, also resumed.
+    """KL is 0 in the first step trained after a refresh, and what it would have been in others,
+    also resumed.
 
     A step that is skipped refreshes like any other, also where its weights are off the device.
     """

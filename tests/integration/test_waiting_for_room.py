@@ -1,4 +1,6 @@
-"""A training that waits for Ray resources logs what it waits for, and a signal ends it within seconds."""
+"""A training that waits for Ray resources logs what it waits for, and a signal ends it within
+seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The small model of the default recipe, really built: it learns, reproduces, loads, generates and stops."""
+"""The small model of the default recipe, really built: it learns, reproduces, loads, generates and
+stops.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def test_word_problems_are_mostly_solved_in_one_step() -> None:
             assert solution in (worked_solution(*operands), quick_solution(*operands))
             num_words += 1
             num_stepwise_words += solution != quick_solution(*operands)
-    # About 1500 words at 0.2: standard deviation of the share is sqrt(0.2 * 0.8 / 1500) = 0.0103; four of them.
+    # About 1500 words at 0.2: standard deviation of the share is sqrt(0.2 * 0.8 / 1500) = 0.0103;
+    # four of them.
     assert abs(num_stepwise_words / num_words - 0.2) < 0.042
 
 

@@ -1,4 +1,6 @@
-"""Builds the renamed CPU, and makes it this process's `torch.npu`, with what torch_npu has in Python."""
+"""Builds the renamed CPU, and makes it this process's `torch.npu`, with what torch_npu has in
+Python.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ def _one_group(rewards: list[float] | np.ndarray) -> np.ndarray:
 
 
 def test_one_right_of_sixteen_gives_the_papers_advantages() -> None:
-    # mean (1 - 15) / 16 = -0.875; deviations 1.875 and -0.125; unbiased variance (1.875^2 + 15 * 0.125^2) / 15
-    # = 3.75 / 15 = 0.25; std 0.5; in float32 0.5 + 1e-6 = 0.500001013, 1.875 / that = 3.7499923706
+    # mean (1 - 15) / 16 = -0.875; deviations 1.875 and -0.125; unbiased variance (1.875^2 + 15 *
+    # 0.125^2) / 15 = 3.75 / 15 = 0.25; std 0.5; in float32 0.5 + 1e-6 = 0.500001013, 1.875 / that =
+    # 3.7499923706
     rewards = np.array([1.0] + [-1.0] * 15)
     advantages = group_advantages(rewards, _one_group(rewards), DAPO)
     assert float(advantages[0]) == pytest.approx(3.7499923706, abs=1e-10)
@@ -56,8 +57,9 @@ def test_a_group_with_equal_rewards_or_one_response_gets_exactly_zero(
     )
 
 
-# rewards 1, 0, -1, -2: mean -0.5, deviations 1.5, 0.5, -0.5, -1.5; leave-one-out 4 / 3 of them, for the first
-# 1 - (0 - 1 - 2) / 3 = 2; variance (2.25 + 0.25 + 0.25 + 2.25) / 3 = 5 / 3, std 1.2909944, 1.5 / std = 1.1618941
+# rewards 1, 0, -1, -2: mean -0.5, deviations 1.5, 0.5, -0.5, -1.5; leave-one-out 4 / 3 of them, for
+# the first 1 - (0 - 1 - 2) / 3 = 2; variance (2.25 + 0.25 + 0.25 + 2.25) / 3 = 5 / 3, std
+# 1.2909944, 1.5 / std = 1.1618941
 @pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize(
     ("baseline", "normalize_by_std", "expected"),
@@ -99,7 +101,8 @@ def test_compat_verl_gives_a_group_of_one_its_reward(baseline: str) -> None:
 
 
 def test_advantages_do_not_depend_on_row_order() -> None:
-    # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 = 0.7071063
+    # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 =
+    # 0.7071063
     rewards, group_ids = np.array([1.0, 5.0, -1.0, 3.0]), np.array([3, 7, 3, 7])
     advantages = group_advantages(rewards, group_ids, DAPO)
     assert advantages.tolist() == pytest.approx(
@@ -128,8 +131,9 @@ def test_uncounted_responses_do_not_affect_siblings(
     baseline: str, compat: str, normalize_by_std: bool
 ) -> None:
     algorithm = _algorithm(baseline=baseline, compat=compat, normalize_by_std=normalize_by_std)
-    # 1, -1, -1 and their mean -1/3 for the one without a score: as a fourth sibling it would leave the mean alone,
-    # but make the std sqrt(8/9) instead of sqrt(4/3), and the leave-one-out baseline of the first -7/9, not -1
+    # 1, -1, -1 and their mean -1/3 for the one without a score: as a fourth sibling it would leave
+    # the mean alone, but make the std sqrt(8/9) instead of sqrt(4/3), and the leave-one-out
+    # baseline of the first -7/9, not -1
     rewards = np.array([1.0, -1.0, -1 / 3, -1.0])
     counts = np.array([True, True, False, True])
     advantages = group_advantages(rewards, _one_group(rewards), algorithm, counts)

@@ -1,4 +1,6 @@
-"""Rules of the layout, read from the source: who may import whom, how large things get, what must not appear."""
+"""Rules of the layout, read from the source: who may import whom, how large things get, what must
+not appear.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ HEAVY = ("torch", "ray", "vllm", "prefect", "transformers", "matplotlib")
 PLACES = re.compile(r"(?<![\w.$~{}/-])/(?:work|root|home|Users|mnt|media|opt|srv)/[\w.]")
 REGISTRY = re.compile(
     r"https?://[^\s/'\"]*(?:pypi|mirror|artifactory|nexus|registry|proxy|wheel|npmjs)[^\s'\"]*"
-    r"|--?(?:extra-)?index-url[ =]+(?!https://download\.pytorch\.org/)\S+|PIP_(?:INDEX_URL|FIND_LINKS)\s*=\s*\S+"
+    r"|--?(?:extra-)?index-url[ "
+    r"=]+(?!https://download\.pytorch\.org/)\S+|PIP_(?:INDEX_URL|FIND_LINKS)\s*=\s*\S+"
 )
 
 
@@ -84,7 +87,9 @@ def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def depth(node: ast.AST, is_elif: bool = False) -> int:
-    """Levels of blocks below a node; an elif is on the level of its if, an inner function begins at 0."""
+    """Levels of blocks below a node; an elif is on the level of its if, an inner function begins at
+    0.
+    """
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):

@@ -120,7 +120,8 @@ def test_solutions_are_correct_step_by_step_and_end_in_the_answer(subject: str, 
             assert last == f"\\boxed{{{expected}}}"
             for step in steps:
                 left, equals, right = step.partition("=")
-                # Terms hold digits and signs only, so evaluating the text checks the step by itself.
+                # Terms hold digits and signs only, so evaluating the text checks the step by
+                # itself.
                 assert re.fullmatch(r"[\d+*-]+", left)
                 assert not equals or eval(left) == int(right), step
 

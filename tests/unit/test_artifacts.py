@@ -1,4 +1,6 @@
-"""Keys change with what changes the result; damaged artifacts are never hits; forced builds replace none."""
+"""Keys change with what changes the result; damaged artifacts are never hits; forced builds replace
+none.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Names of torch_npu, vLLM and vllm-ascend that the project uses exist in the wheels of the newest Ascend set.
+"""Names of torch_npu, vLLM and vllm-ascend that the project uses exist in the wheels of the newest
+Ascend set.
 
-The uses are read from the project's sources, so that new ones are checked automatically. Nothing is imported:
-torch_npu needs CANN.
+The uses are read from the project's sources, so that new ones are checked automatically. Nothing is
+imported: torch_npu needs CANN.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Use:
 
 
 def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
-    """Yield attributes of the expressions `roots`, nested ones included: for root `a`, `a.b.c` gives `b.c`."""
+    """Yield attributes of the expressions `roots`, nested ones included: for root `a`, `a.b.c`
+    gives `b.c`.
+    """
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
@@ -63,7 +66,9 @@ def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
 
 
 def device_modules(tree: ast.AST) -> set[str]:
-    """Expressions for torch's device module: calls of Device.module(), and the names they are assigned to."""
+    """Expressions for torch's device module: calls of Device.module(), and the names they are
+    assigned to.
+    """
     found = set()
     for node in ast.walk(tree):
         targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(

@@ -62,15 +62,15 @@ def test_micro_batches_contain_every_sequence_once_within_the_limit(
 def test_micro_batches_are_few_and_balanced() -> None:
     lengths = np.array([2, 9, 7, 2, 8, 1])
     costs = workload(lengths, 1)  # T^2 + 12 T: [28, 189, 133, 28, 160, 13]
-    # 29 tokens fill two sets of 16. Longest first to the cheaper: 9 | 8, then 7 to 8 (15 tokens, cost 293), both
-    # 2s (13, 245) and 1 (14, 258) to 9; the costlier set comes first
+    # 29 tokens fill two sets of 16. Longest first to the cheaper: 9 | 8, then 7 to 8 (15 tokens,
+    # cost 293), both 2s (13, 245) and 1 (14, 258) to 9; the costlier set comes first
     assert [part.tolist() for part in micro_batches(lengths, costs, 16)] == [[2, 4], [0, 1, 3, 5]]
     # another rank needs three: 9 | 8 | 7 (133), 2 to 7 (161), 2 to 8 (188), 1 to the one of 7 (174)
     three = micro_batches(lengths, costs, 16, at_least=3)
     assert [part.tolist() for part in three] == [[1], [3, 4], [0, 2, 5]]
     lengths = np.array([6, 4, 4, 3, 3])
-    # 20 tokens fit two sets of 10: best fit 6 + 4 | 4 + 3 + 3. To the cheaper they would not: 6 | 4 + 4, then 3 to
-    # 6 (9 tokens), and no set has room for the last 3
+    # 20 tokens fit two sets of 10: best fit 6 + 4 | 4 + 3 + 3. To the cheaper they would not: 6 | 4
+    # + 4, then 3 to 6 (9 tokens), and no set has room for the last 3
     assert [part.tolist() for part in micro_batches(lengths, workload(lengths, 1), 10)] == [
         [0, 1],
         [2, 3, 4],

@@ -165,14 +165,17 @@ def test_unscored_responses_are_masked() -> None:
 
 
 def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
-    """A mini-batch of the shortest responses would weight their tokens more than those of long ones."""
+    """A mini-batch of the shortest responses would weight their tokens more than those of long
+    ones.
+    """
     as_finished = [
         make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)
     ]
     groups = shuffled(as_finished, seed=3, step=1)
     assert sorted(group.prompt.index for group in groups) == list(range(64))
     tokens = np.array([group.num_response_tokens for group in groups]).reshape(4, 16).sum(axis=1)
-    # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +- 129
+    # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +-
+    # 129
     assert tokens.min() > 1040 - 3 * 129
     assert tokens.max() < 1040 + 3 * 129
     assert shuffled(as_finished, seed=3, step=1) == groups  # a resumed step is the same

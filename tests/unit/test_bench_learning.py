@@ -23,7 +23,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("differences", "mean", "half_width", "verdict"),
     [
-        # t of 2 degrees of freedom 4.303, standard deviation 2: 4.303 * 2 / sqrt(3) = 4.969, more than 4
+        # t of 2 degrees of freedom 4.303, standard deviation 2: 4.303 * 2 / sqrt(3) = 4.969, more
+        # than 4
         ([-2.0, -4.0, -6.0], -4.0, 4.9687, "within noise"),
         # standard deviation 1: 4.303 / sqrt(3) = 2.484, less than 4
         ([-3.0, -4.0, -5.0], -4.0, 2.4843, "worse"),

@@ -114,7 +114,9 @@ def _keep_final(folder: Path, model_path: Path) -> None:
 def _failures(
     before: Path, model_path: Path, act: Callable[[Path, Path], None], error: BaseException
 ) -> Iterator[tuple[Path, Disk, str]]:
-    """Yield the folder after `act` on a copy of `before`, once for every way in which a change can fail."""
+    """Yield the folder after `act` on a copy of `before`, once for every way in which a change can
+    fail.
+    """
     for is_torn in (False, True) if isinstance(error, Killed) else (False,):
         fatal = 0
         while True:

@@ -1,4 +1,6 @@
-"""A checkpoint's trainer state survives a round trip; damaged states are refused; which folders count."""
+"""A checkpoint's trainer state survives a round trip; damaged states are refused; which folders
+count.
+"""
 
 from __future__ import annotations
 

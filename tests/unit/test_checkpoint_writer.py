@@ -235,7 +235,8 @@ def test_disk_space_is_checked_before_anything_is_written(
     with pytest.raises(
         CheckpointError,
         match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, but only {free:,} are free in {folder} .*; "
-        r"training can continue from step_000020\. Free some space, lower checkpoint\.keep_last=3 or "
+        r"training can continue from step_000020\. Free some space, lower checkpoint\.keep_last=3 "
+        r"or "
         r"checkpoint\.keep_best=1 .* --output or a store\.path on a larger disk",
     ):
         writer.begin(make_state(30, 0.5))

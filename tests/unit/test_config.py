@@ -179,11 +179,13 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ),
         (
             "train.num_ranks=7",
-            r"train\.mini_prompts=32 x rollout\.group_size=16 = 512 responses .* over train\.num_ranks=7",
+            r"train\.mini_prompts=32 x rollout\.group_size=16 = 512 responses .* over "
+            r"train\.num_ranks=7",
         ),
         (
             "sampler.gen_prompts=51",
-            r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never fill "
+            r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never "
+            r"fill "
             r"train\.train_prompts=512",
         ),
         (
@@ -286,7 +288,8 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ),
         (
             "train.micro_batch_tokens=22527",
-            r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise train\.micro",
+            r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise "
+            r"train\.micro",
         ),
         (
             "serve.max_model_len=22527",
@@ -318,23 +321,28 @@ def test_model_references_are_validated() -> None:
     [
         (
             ["algorithm.rollout_correction.importance=token", "rollout.top_p=0.9"],
-            r"importance=token, mask=off, divergence=off\) with rollout\.top_p=0\.9, .* set rollout\.top_p=1",
+            r"importance=token, mask=off, divergence=off\) with rollout\.top_p=0\.9, .* set "
+            r"rollout\.top_p=1",
         ),
         (
             ["algorithm.rollout_correction.mask=sequence", "rollout.top_k=20"],
-            r"mask=sequence, divergence=off\) with rollout\.top_p=1\.0, rollout\.top_k=20 .*rollout\.top_k=-1",
+            r"mask=sequence, divergence=off\) with rollout\.top_p=1\.0, rollout\.top_k=20 "
+            r".*rollout\.top_k=-1",
         ),
         (
             ["algorithm.old_log_probs=engine", "rollout.top_p=0.9"],
-            r"old_log_probs=engine with rollout\.top_p=0\.9, .* rollout\.top_k=-1, or old_log_probs=policy",
+            r"old_log_probs=engine with rollout\.top_p=0\.9, .* rollout\.top_k=-1, or "
+            r"old_log_probs=policy",
         ),
         (
             ["algorithm.old_log_probs=engine", "algorithm.rollout_correction.importance=token"],
-            r"importance=token with algorithm\.old_log_probs=engine would correct twice.* or old_log_probs=policy",
+            r"importance=token with algorithm\.old_log_probs=engine would correct twice.* or "
+            r"old_log_probs=policy",
         ),
         (
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
-            r"reward\.scorers=\['mine=choice'\] would be ignored, because custom_reward\.path=score\.py",
+            r"reward\.scorers=\['mine=choice'\] would be ignored, because "
+            r"custom_reward\.path=score\.py",
         ),
         (
             ["train.offload_activations=true", "train.gradient_checkpointing=false"],
@@ -350,7 +358,8 @@ def test_model_references_are_validated() -> None:
                 "algorithm.kl.controller=adaptive",
                 "algorithm.kl.horizon=1638",
             ],
-            r"are 5\.0 times algorithm\.kl\.horizon=1638; .* Raise algorithm\.kl\.horizon, .* 32768",
+            r"are 5\.0 times algorithm\.kl\.horizon=1638; .* Raise algorithm\.kl\.horizon, .* "
+            r"32768",
         ),
     ],
 )
@@ -491,7 +500,8 @@ def test_result_values_omit_only_volatile_keys() -> None:
 
 
 def _names_read() -> set[str]:
-    """Names read as attributes anywhere in the sources but the declarations, their checks and derived numbers.
+    """Names read as attributes anywhere in the sources but the declarations, their checks and
+    derived numbers.
 
     interop reads a recipe as a tree, by text.
     """

@@ -21,7 +21,8 @@ from tasks.data.prepare import build_dataset
 
 DATA = os.environ.get("DAPO_TEST_DATA")
 BEADS = (
-    "A bag holds two red beads and two green beads. You draw a bead $3$ times, replacing it each time by a red "
+    "A bag holds two red beads and two green beads. You draw a bead $3$ times, replacing it each "
+    "time by a red "
     "one. Find the probability $p$."
 )
 
@@ -85,7 +86,8 @@ def test_reworded_problems_match_by_runs_of_words() -> None:
     num_words = len(contamination._words(contamination.tokens_of(BEADS)))
     num_equal = len(contamination._words(contamination.tokens_of(BEADS.partition(" Find")[0])))
     assert found([train], [BEADS]) == [(0, "0", round(num_equal / num_words, 3))]
-    # The first sentence alone is 10 words, no run of 13; with half of the second it is a run of less than 60 %.
+    # The first sentence alone is 10 words, no run of 13; with half of the second it is a run of
+    # less than 60 %.
     assert (
         found(
             ["A bag holds two red beads and two green beads. You draw a bead $3$ balls."], [BEADS]
@@ -95,7 +97,10 @@ def test_reworded_problems_match_by_runs_of_words() -> None:
 
 
 def test_shared_instructions_do_not_count() -> None:
-    before = "Solve the following math problem step by step, and give the answer on the last line of your response."
+    before = (
+        "Solve the following math problem step by step, and give the answer on the last line of "
+        "your response."
+    )
     after = 'Remember to put your answer on its own line after "Answer:".'
     rows = [f"{before}\n\nWhat is {number} + 1?\n\n{after}" for number in range(6)]
     assert shared_sentences(rows) == ({before, after}, {before, after})
@@ -108,7 +113,8 @@ def test_shared_instructions_do_not_count() -> None:
 
 
 def test_templated_problems_with_other_numbers_do_not_match() -> None:
-    # Each sentence is in many rows, so only the other one is compared as text: numbers count all the same.
+    # Each sentence is in many rows, so only the other one is compared as text: numbers count all
+    # the same.
     text = "Each box holds {a} apples. How many apples in {b} boxes?"
     rows = [text.format(a=a, b=b) for a in range(10, 20) for b in range(2, 9)]
     train, held_out = rows[::2], rows[1::2]
@@ -116,7 +122,8 @@ def test_templated_problems_with_other_numbers_do_not_match() -> None:
     assert (len(often), widely) == (17, frozenset())  # all 10 first and 7 second sentences
     assert found(train, held_out) == []
     assert found(train, [*held_out, train[3]]) == [(3, str(len(held_out)), 1.0)]
-    # What a fifth of the held-out problems have in common is an instruction, whatever numbers it has.
+    # What a fifth of the held-out problems have in common is an instruction, whatever numbers it
+    # has.
     asked = [f"{row} Answer with an integer from 0 to 999." for row in held_out]
     assert found([*train, held_out[2]], asked) == [(len(train), "2", 1.0)]
 
@@ -235,7 +242,9 @@ def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 def test_matches_in_published_sets() -> None:
-    """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 33 of AMC 2023's, but none of AIME 2024's."""
+    """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 33 of AMC 2023's, but none of
+    AIME 2024's.
+    """
     import pyarrow.parquet as pq
 
     folder = Path(str(DATA))

@@ -26,7 +26,9 @@ RUNTIME_PREFIX = "NVIDIA_"  # variables of the container runtime
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(name, value) of each instruction, with joined lines and build arguments replaced by their defaults."""
+    """(name, value) of each instruction, with joined lines and build arguments replaced by their
+    defaults.
+    """
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     found = [
         line.split(None, 1)

@@ -65,7 +65,9 @@ def _found(name: str, environment: dict[str, str], config: Any) -> Variable:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with an interface that is up, one that is down, a docker bridge and a link-local address."""
+    """A node with an interface that is up, one that is down, a docker bridge and a link-local
+    address.
+    """
     addresses = {
         "lo": "127.0.0.1",
         "docker0": "172.17.0.1",

@@ -33,7 +33,8 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
     assert [point.label for point in series.points] == ["night1", "night2", "night3"]  # by date
     assert [point.accuracy for point in series.points] == [4 / 8, 5 / 8, 7 / 8]
     assert series.to_previous[0] is None
-    # night2 against night1: one lost, two gained, 2 * (1 + 3) / 2^3. night3 against night2: two gained, 2 / 2^2.
+    # night2 against night1: one lost, two gained, 2 * (1 + 3) / 2^3. night3 against night2: two
+    # gained, 2 / 2^2.
     previous = [change for change in series.to_previous if change]
     assert [(x.difference, x.p) for x in previous] == [(1 / 8, 1.0), (2 / 8, 0.5)]
     # night3 against night1: three gained, 2 / 2^3; night2 against night1 is the comparison above.
@@ -51,7 +52,9 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_trend_interval_matches_the_spread_of_slopes() -> None:
-    """From 40 % to 60 % in 90 runs of 100 items: a response moves a slope by at most 44.5 / 60742.5 = 0.0007."""
+    """From 40 % to 60 % in 90 runs of 100 items: a response moves a slope by at most 44.5 / 60742.5
+    = 0.0007.
+    """
     right = np.random.default_rng(0).random((100, 90)) < np.linspace(0.4, 0.6, 90)
     trend = measure_trend(right.astype(float).tolist(), 1)
     # The slopes' standard error is that of single responses: sqrt(0.245 / 60742.5 / 100) = 0.0002.
@@ -118,7 +121,10 @@ def test_an_evaluation_reused_by_later_runs_counts_once(
     (series,) = history
     assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
     assert (series.num_tests, series.trend) == (1, None)
-    sentence = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
+    sentence = (
+        "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts "
+        "once."
+    )
     assert sentence in render_markdown(history)
     assert (
         "measured once, reused from the store by 2 later runs"

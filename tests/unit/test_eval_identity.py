@@ -1,4 +1,6 @@
-"""Two models served under one name are told apart, and numerical noise is not mistaken for another model."""
+"""Two models served under one name are told apart, and numerical noise is not mistaken for another
+model.
+"""
 
 from __future__ import annotations
 

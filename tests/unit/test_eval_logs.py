@@ -1,7 +1,7 @@
 """Logs of other programs: recorded ones are imported, and exported ones survive a round trip.
 
-tests/logs holds logs of lm-eval 0.4.13 and inspect_ai 0.3.285 (without events) on a server that adds one, with a
-wrong gold answer for item 5, and predictions in the format of AISBench 3.1.
+tests/logs holds logs of lm-eval 0.4.13 and inspect_ai 0.3.285 (without events) on a server that
+adds one, with a wrong gold answer for item 5, and predictions in the format of AISBench 3.1.
 """
 
 from __future__ import annotations

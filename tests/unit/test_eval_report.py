@@ -164,21 +164,25 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
 
 
 def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, Any]) -> None:
-    # Seven pairs changed by +2 together; item 6, right after, would have changed by 0 or by 1: 2/8 to 3/8.
+    # Seven pairs changed by +2 together; item 6, right after, would have changed by 0 or by 1: 2/8
+    # to 3/8.
     unpaired = {"num_items": 1, "before": 1, "after": 0, "difference_range": [0.25, 0.375]}
     assert report["unpaired"] == unpaired
     assert report["verdict"].endswith(
-        "1 more item is left out because a request failed (1 before, 0 after); whatever the answers would have "
+        "1 more item is left out because a request failed (1 before, 0 after); whatever the "
+        "answers would have "
         "been, the change over all 8 items lies between +25.0 and +37.5 points."
     )
 
 
 def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[str, Any]) -> None:
-    # Format: items 3 (no answer) and 5 (truncated) became right, none the reverse. Content: 2 gained, 1 lost.
+    # Format: items 3 (no answer) and 5 (truncated) became right, none the reverse. Content: 2
+    # gained, 1 lost.
     parts = {name: part["difference"] for name, part in report["gain"].items()}
     assert parts == {"format": 2 / 7, "no_answer": 1 / 7, "truncated": 1 / 7, "content": 0.0}
     assert report["gain"]["content"]["ci95"][0] < 0 < report["gain"]["content"]["ci95"][1]
-    # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of three.
+    # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of
+    # three.
     level = report["groups"]["level"]["1"]
     assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (
         4,
@@ -217,8 +221,9 @@ def test_several_samples_by_hand() -> None:
     assert (result.test, result.p, result.mid_p) == ("exact sign-flip", 1.0, 0.75)
     assert (result.c, result.b) == (1, 1)
     assert list(result.metrics) == ["avg@4", "pass@2", "pass@4", "maj@4"]
-    # Item 0: 2 samples wrong before and 3 right after, of 16 ways to pair them: 6/16 to right; back 1/16.
-    # Item 1: 2 wrong and 1 right, 2 right and 2 wrong: 2/16 - 4/16. Content (6 - 1 - 2) / 16 / 3.
+    # Item 0: 2 samples wrong before and 3 right after, of 16 ways to pair them: 6/16 to right; back
+    # 1/16. Item 1: 2 wrong and 1 right, 2 right and 2 wrong: 2/16 - 4/16. Content (6 - 1 - 2) / 16
+    # / 3.
     assert result.gain["content"].difference == pytest.approx(3 / 48)
     assert result.transitions["wrong"]["right"] == pytest.approx((6 + 2) / 16)
     # The flip shows one sample that was not right before and one that is right after.
@@ -237,7 +242,8 @@ def test_several_samples_by_hand() -> None:
 def test_holm_spans_the_groups_of_both_fields() -> None:
     items = [replace(item, level="1" if i < 8 else "2") for i, item in enumerate(make_items(12))]
     result = compare_evaluations(evaluation(items, "w" * 12), evaluation(items, "r" * 8 + "w" * 4))
-    # p: level 1 2/2^8, level 2 1, subject 2/2^8: the smallest of three is multiplied by 3, the second by 2.
+    # p: level 1 2/2^8, level 2 1, subject 2/2^8: the smallest of three is multiplied by 3, the
+    # second by 2.
     assert result.groups["level"]["1"].p_holm == 3 * 2 / 2**8
     assert result.groups["subject"]["add"].p_holm == 3 * 2 / 2**8  # never below the one before
     assert result.groups["level"]["2"].p_holm == 1.0
@@ -373,7 +379,8 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
     assert "3 + 1 | &lt;b&gt;?" in bodies[2]
     assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
-    # accuracy by level and subject, components, lengths, transitions; score, seconds and tokens of training
+    # accuracy by level and subject, components, lengths, transitions; score, seconds and tokens of
+    # training
     assert page.count("<svg") == 8
     assert not re.search(r"""(?:src|href)=["'](?!#|data:|\.\./train_policy/)""", page)
     assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every placeholder colour was replaced

@@ -140,12 +140,14 @@ def test_holm_by_hand() -> None:
 
 @pytest.mark.slow
 def test_score_intervals_by_hand() -> None:
-    # None right: Wilson's interval with a correction of half a response, (u - 1/20)^2 10 = z^2 u (1 - u), so
+    # None right: Wilson's interval with a correction of half a response, (u - 1/20)^2 10 = z^2 u (1
+    # - u), so
     # 13.841459 u^2 - 4.841459 u + 0.025 = 0.
     low, high = share_interval([0.0] * 10)
     assert (low, high) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.344537, abs=1e-6))
     assert share_interval([1.0] * 10) == pytest.approx((1 - 0.344537, 1.0), abs=1e-6)
-    # 8 of 10: lower (0.75 - u)^2 10 = z^2 u (1 - u), 13.841459 u^2 - 18.841459 u + 5.625 = 0; upper with 0.85.
+    # 8 of 10: lower (0.75 - u)^2 10 = z^2 u (1 - u), 13.841459 u^2 - 18.841459 u + 5.625 = 0; upper
+    # with 0.85.
     assert share_interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.442181, 0.964573), abs=1e-6)
     # Tango's interval with a correction of half an item, for 28 better and 10 worse of 500.
     low, high = change_interval([1] * 28 + [-1] * 10 + [0] * 462)
@@ -161,7 +163,8 @@ def test_score_intervals_by_hand() -> None:
         assert (abs(excess) - 0.001) * math.sqrt(500 / variance) == pytest.approx(
             1.959964, abs=1e-3
         )
-    # Eight unchanged items prove little: each side equals `share_interval` of changes that did not occur.
+    # Eight unchanged items prove little: each side equals `share_interval` of changes that did not
+    # occur.
     assert change_interval([0.0] * 8) == pytest.approx((-0.402297, 0.402297), abs=1e-6)
 
 
@@ -205,11 +208,12 @@ def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
 
 
 def test_a_detectable_change_by_hand_and_its_power() -> None:
-    # 100 changes of half an item: 2.801585 standard errors of 0.05, wider for the correction and the score test.
+    # 100 changes of half an item: 2.801585 standard errors of 0.05, wider for the correction and
+    # the score test.
     assert 0.1401 < measure_change([1, -1] * 50, 2).detectable < 0.1501
     assert measure_change([0] * 500, 1).detectable == pytest.approx(2.801585**2 / 500, rel=1e-5)
-    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. The exact test is a little less
-    # powerful than the formula assumes.
+    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. The exact test is a
+    # little less powerful than the formula assumes.
     d = measure_change([1, -1] * 50 + [0] * 400, 1).detectable
     draws = np.random.default_rng(0).multinomial(
         500, [(0.2 - d) / 2, (0.2 + d) / 2, 0.8], size=2000
@@ -259,7 +263,8 @@ def test_a_truncated_response_has_no_vote() -> None:
 
 def test_metrics_of_four_samples_by_hand() -> None:
     items = list(evaluation(make_items(2), "rwwn rrrw").items.values())
-    # Item 0: 1 of 4; item 1: 3 of 4. pass@2: 1/2 and 1. Majority of item 0: two equal wrong ones against one.
+    # Item 0: 1 of 4; item 1: 3 of 4. pass@2: 1/2 and 1. Majority of item 0: two equal wrong ones
+    # against one.
     assert item_metrics(items, IS_SAME) == {
         "avg@4": [0.25, 0.75],
         "pass@2": [0.5, 1.0],
@@ -272,7 +277,8 @@ def test_metrics_of_four_samples_by_hand() -> None:
 
 
 def test_maj_intervals_are_as_wide_as_for_single_responses() -> None:
-    # 16 samples each, all right or all wrong: maj@16 and pass@16 are single outcomes, pass@8 may move by 8 / 16.
+    # 16 samples each, all right or all wrong: maj@16 and pass@16 are single outcomes, pass@8 may
+    # move by 8 / 16.
     items = list(
         evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)).items.values()
     )
@@ -290,7 +296,8 @@ def test_maj_intervals_are_as_wide_as_for_single_responses() -> None:
         )
         assert metrics[name].ci95 == change_interval([0.0] * 30, step)
         assert summary.samples[name]["ci95"] == share_interval(outcomes, step)
-    # Exact coverage for 30 items of which the majority is right with 30 %: 92.98 % with a sixteenth.
+    # Exact coverage for 30 items of which the majority is right with 30 %: 92.98 % with a
+    # sixteenth.
     held = [share_interval([1.0] * r + [0.0] * (30 - r)) for r in range(31)]
     chances = [math.comb(30, r) * 0.3**r * 0.7 ** (30 - r) for r in range(31)]
     assert sum(p for p, (low, high) in zip(chances, held, strict=True) if low <= 0.3 <= high) > 0.95

@@ -36,11 +36,13 @@ def test_verdict_of_a_significant_change() -> None:
     # The reference table: n = 500, 28 gained, 10 lost.
     result = compared("w" * 28 + "r" * 472, "r" * 28 + "w" * 10 + "r" * 462)
     assert verdict(result) == (
-        "Accuracy rose by 3.6 points (95 % interval of the change +1.1 to +6.3), from 94.4 % to 98.0 % on the "
+        "Accuracy rose by 3.6 points (95 % interval of the change +1.1 to +6.3), from 94.4 % to "
+        "98.0 % on the "
         "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
     )
     assert notes(result) == [
-        "This compares these two models on items like these. It does not predict the result of another training "
+        "This compares these two models on items like these. It does not predict the result of "
+        "another training "
         "run with a different seed."
     ]
     fell = "Accuracy fell by 100.0 points (95 % interval of the change -"
@@ -50,9 +52,12 @@ def test_verdict_of_a_significant_change() -> None:
 def test_verdict_of_an_insignificant_change_states_what_would_go_undetected() -> None:
     result = compared("w" * 58 + "r" * 442, "r" * 58 + "w" * 40 + "r" * 402)
     assert verdict(result) == (
-        "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.4 to +7.6) "
-        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. This does not show that nothing "
-        "changed: with these items, a true change smaller than about 5.7 points goes undetected more than one "
+        "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % "
+        "interval -0.4 to +7.6) "
+        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. This does not show "
+        "that nothing "
+        "changed: with these items, a true change smaller than about 5.7 points goes undetected "
+        "more than one "
         "time in five."
     )
     assert "with so few items, no change is detected reliably, however large." in verdict(
@@ -169,7 +174,8 @@ def test_note_on_a_token_limit_that_truncates_half_of_the_responses() -> None:
 def test_one_stored_evaluation_is_not_reported_as_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (
-        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: with a single "
+        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: with a "
+        "single "
         "measurement, nothing can be said about a change."
     )
     assert notes(result) == []

@@ -134,7 +134,8 @@ def test_the_card_names_keys_with_user_files(run: RecordedRun) -> None:
         ),
         (
             make_config(custom_reward={"path": "mine.py"}),
-            "`dapo run config.yaml` after pointing `model.path`, `custom_reward.path` at your copies of",
+            "`dapo run config.yaml` after pointing `model.path`, `custom_reward.path` at your "
+            "copies of",
         ),
     ):
         assert said in " ".join(model_card(run, config, report, {}).split())

@@ -69,13 +69,14 @@ def flops(config: PretrainedConfig, lengths: list[int], num_logits: int) -> floa
 
 
 def test_matches_hand_computed_values() -> None:
-    # Qwen3, weights a token meets: 3 x (q 24 x 40 + k, v 2 x 24 x 20 + out 40 x 24 + MLP 3 x 24 x 40) = 17,280
-    # pairs of lengths 2 and 3: 3 + 6 = 9, each 3 layers x 4 heads x 10 wide x 2 products = 240: 2,160
-    # head of 4 positions: 4 x 24 x 50 = 4,800; 3 passes x 2 x (17,280 x 5 + 2,160 + 4,800) = 560,160
+    # Qwen3, weights a token meets: 3 x (q 24 x 40 + k, v 2 x 24 x 20 + out 40 x 24 + MLP 3 x 24 x
+    # 40) = 17,280 pairs of lengths 2 and 3: 3 + 6 = 9, each 3 layers x 4 heads x 10 wide x 2
+    # products = 240: 2,160 head of 4 positions: 4 x 24 x 50 = 4,800; 3 passes x 2 x (17,280 x 5 +
+    # 2,160 + 4,800) = 560,160
     assert flops(CONFIGS["qwen3"], [2, 3], 4) == 560_160
     # The sparse layer: router 24 x 6 + 2 experts x 3 x 24 x 12 = 1,872 instead of an MLP of 2,880
-    # projections 24 x 8 x (2 x 4 + 2 x 2) = 2,304; 3 x 2,304 + 2 x 2,880 + 1,872 = 14,544; 6 x 14,544 = 87,264
-    # one token: itself, 3 layers x 4 x 8 x 2 = 192; 6 x 192 = 1,152; no head
+    # projections 24 x 8 x (2 x 4 + 2 x 2) = 2,304; 3 x 2,304 + 2 x 2,880 + 1,872 = 14,544; 6 x
+    # 14,544 = 87,264 one token: itself, 3 layers x 4 x 8 x 2 = 192; 6 x 192 = 1,152; no head
     assert flops(CONFIGS["qwen3_moe"], [1], 0) == 87_264 + 1_152
 
 
@@ -85,7 +86,8 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
     counts = counter.get_flop_counts()
-    # transformers 5.5 makes the angles of positions by a product of matrices, which no weight is part of
+    # transformers 5.5 makes the angles of positions by a product of matrices, which no weight is
+    # part of
     angles = sum(sum(part.values()) for name, part in counts.items() if name.endswith("rotary_emb"))
     attention = (
         counts["Global"][torch.ops.aten.bmm] - angles
@@ -141,7 +143,8 @@ def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> No
             CONFIGS["qwen3"],
             "NVIDIA H200",
             torch.float32,
-            "peak FLOP rates are known for torch.bfloat16, but the policy computes in torch.float32",
+            "peak FLOP rates are known for torch.bfloat16, but the policy computes in "
+            "torch.float32",
         ),
         (
             GPT2Config(),

@@ -93,7 +93,8 @@ def test_a_missing_value_fails_its_gate_and_a_missing_column_leaves_it_unchecked
     assert (away.is_passed, away.reason) == (None, "ServerUnreachable: it does not answer")
     assert check_gate(gate, without).reason == "qwen3-8 was not evaluated"
     assert describe_gates([result, first]) == [
-        "GATES FAILED, 1 of 2: gpqa-diamond >= qwen3-8 (not measured: gpqa-diamond has no accuracy for qwen3-8).",
+        "GATES FAILED, 1 of 2: gpqa-diamond >= qwen3-8 (not measured: gpqa-diamond has no accuracy "
+        "for qwen3-8).",
         "Gates not checked: math500 >= last-night (there is no earlier night).",
     ]
     passed = check_gate(parse_gate("math500 >= 59", NAMES, COLUMNS), MEASURED)

@@ -133,7 +133,8 @@ def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
     script.write_text(
         f"{MAIN} model_engine=veomni actor_rollout_ref.actor.veomni.param_offload=True \\\n"
-        "  data.train_files=gsm8k data.val_files=gsm8k algorithm.adv_estimator=grpo trainer.nnodes=2 \\\n"
+        "  data.train_files=gsm8k data.val_files=gsm8k algorithm.adv_estimator=grpo "
+        "trainer.nnodes=2 \\\n"
         "  trainer.total_training_steps=2 actor_rollout_ref.model.path=/m \\\n"
         "  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4\n"
     )
@@ -148,11 +149,14 @@ def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
 def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
     script.write_text(
-        f"{MAIN} alogorithm.filter_groups.enable=True data.train_batch_size=8 data.train_files=gsm8k \\\n"
-        "  data.val_files=gsm8k actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True \\\n"
+        f"{MAIN} alogorithm.filter_groups.enable=True data.train_batch_size=8 "
+        "data.train_files=gsm8k \\\n"
+        "  data.val_files=gsm8k actor_rollout_ref.actor.use_kl_loss=True "
+        "algorithm.use_kl_in_reward=True \\\n"
         "  trainer.total_training_steps=3 actor_rollout_ref.actor.ppo_mini_batch_size=8 \\\n"
         "  actor_rollout_ref.rollout.n=4 \\\n"
-        "  algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.name=vllm\n"
+        "  algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m "
+        "actor_rollout_ref.rollout.name=vllm\n"
     )
     result = invoke(script, "--output", output, "--json")
     assert result.exit_code == 1
@@ -176,7 +180,8 @@ def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
 
 
 WHOLE = (
-    f"{MAIN} algorithm.adv_estimator=grpo data.train_files=gsm8k data.val_files=gsm8k data.train_batch_size=8 \\\n"
+    f"{MAIN} algorithm.adv_estimator=grpo data.train_files=gsm8k data.val_files=gsm8k "
+    "data.train_batch_size=8 \\\n"
     "  actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.model.path=/m \\\n"
     "  `# --- Rollout (vLLM) ---` \\\n"
     "  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 hydra.run.dir=out"
@@ -233,12 +238,16 @@ def test_epochs_limit_the_steps(tmp_path: Path) -> None:
 
 def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    sft = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=/d trainer.nnodes=1 trainer.total_epochs=2\n"
+    sft = (
+        "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=/d trainer.nnodes=1 "
+        "trainer.total_epochs=2\n"
+    )
     script.write_text(sft)
     with pytest.raises(ConfigError, match="no training found"):
         CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
     script.write_text(
-        f"{sft}{WHOLE} trainer.total_training_steps=2\npython -m verl.trainer.main_eval data.path=x\n"
+        f"{sft}{WHOLE} trainer.total_training_steps=2\npython -m verl.trainer.main_eval "
+        "data.path=x\n"
     )
     assert invoke(script).exit_code == 0
 
@@ -292,7 +301,10 @@ def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:
 
 def test_no_command_of_a_script_runs(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    text = f"touch {mark}\nX=$(touch {mark})\nif touch {mark}; then :; fi\n{MAIN} data.seed=1 trainer.nnodes=1"
+    text = (
+        f"touch {mark}\nX=$(touch {mark})\nif touch {mark}; then :; fi\n{MAIN} data.seed=1 "
+        "trainer.nnodes=1"
+    )
     text += f" | tee {mark}\n"
     script = tmp_path / "run.sh"
     script.write_text(text)

@@ -1,4 +1,6 @@
-"""Accounts of verl configurations: every setting has one fate, units are converted, nothing is dropped."""
+"""Accounts of verl configurations: every setting has one fate, units are converted, nothing is
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def test_old_names_are_imported() -> None:
     assert entries[2].name == "reward.reward_kwargs.overlong_buffer_cfg.len"
     assert entries[2].ours == {"reward.overlong.buffer_tokens": 4096}
     assert entries[2].note.startswith(
-        "exists in 0.5.0 to 0.7.0, not in 0.9.1, which calls it reward.reward_kwargs.overlong_buffer_cfg.len"
+        "exists in 0.5.0 to 0.7.0, not in 0.9.1, which calls it "
+        "reward.reward_kwargs.overlong_buffer_cfg.len"
     )
 
 

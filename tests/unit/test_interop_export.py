@@ -24,7 +24,8 @@ RECIPES = sorted(
     for path in CONFIGS.glob("*.yaml")
     if load_config(path).train.backend in ("own", "verl")
 )
-# The renderer sets nodes and devices; trainers that share devices cannot express separate placement.
+# The renderer sets nodes and devices; trainers that share devices cannot express separate
+# placement.
 PLACEMENT_KEYS = {"train.num_ranks", "train.placement", "rollout.num_workers"}
 # Set by the renderer (paths), or interpreted differently or ignored by main_ppo.
 RENDERER_KEYS = {

@@ -38,9 +38,12 @@ RAY = "\x1b[36m(TaskRunner pid=4711, ip=10.0.0.3)\x1b[0m "
 MINDSPEED = (
     "[2025-09-04 01:02:03] iteration: 3 / 200 | timing/all : 612.5000 | timing/update : 101.2500 | "
     "timing/rollout : 430.0000 | timing/old_log_p : 40.5000 | timing/reference_model : 12.0000 | "
-    "timing/resharding_to_infer : 6.5000 | timing/adv : 0.2500 | actor/entropy : 0.4100 | actor/pg_loss : nan | "
-    "actor/pg_clipfrac : 0.0002 | grad_norm : 0.1100 | dapo/lr : 0.0000 | dapo/rewards/mean : -0.2500 | "
-    "dapo/score/mean : -0.1250 | response_length/mean : 900.5000 | e2e_tps : 51.2500 | update_tps : 310.0000 | "
+    "timing/resharding_to_infer : 6.5000 | timing/adv : 0.2500 | actor/entropy : 0.4100 | "
+    "actor/pg_loss : nan | "
+    "actor/pg_clipfrac : 0.0002 | grad_norm : 0.1100 | dapo/lr : 0.0000 | dapo/rewards/mean : "
+    "-0.2500 | "
+    "dapo/score/mean : -0.1250 | response_length/mean : 900.5000 | e2e_tps : 51.2500 | update_tps "
+    ": 310.0000 | "
     "acc_for_dapo_rewards/mean : 0.3750 | train/num_gen_batches : 3.0000 "
 )
 
@@ -79,7 +82,10 @@ def test_text_before_the_step_is_ignored(prefix: str) -> None:
 
 
 def test_forms_of_numbers() -> None:
-    text = "step:1 - a/b:np.float64(0.5) - a/c:nan - a/d:-inf - a/e:True - a/f:np.int64(3) - a/g:1.5E+3 - a/My set:.5"
+    text = (
+        "step:1 - a/b:np.float64(0.5) - a/c:nan - a/d:-inf - a/e:True - a/f:np.int64(3) - "
+        "a/g:1.5E+3 - a/My set:.5"
+    )
     record = fed([text])
     assert record is not None
     assert math.isnan(record.metrics.pop("a/c"))

@@ -50,7 +50,8 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
     script.write_text(
         "YAML=${1:-mindspeed_rl_32b}\n"
         'if [ "$MASTER_ADDR" = "$CURRENT_IP" ]; then\n'
-        "  python cli/train_dapo.py --config-name $YAML rl_config.n_samples_per_prompt=16 2>&1 | tee run.log\n"
+        "  python cli/train_dapo.py --config-name $YAML rl_config.n_samples_per_prompt=16 2>&1 | "
+        "tee run.log\n"
         "fi\n"
     )
     names = (*FILES["mindspeed-rl"], *FILES["mindspeed-mm"])
@@ -164,7 +165,8 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
         {"train.micro_batch_tokens": 32768},
     ),
     (
-        "actor_config.context_parallel_size: 2; use_dynamic_bsz: true; rl_config.max_packing_token_size: 4096",
+        "actor_config.context_parallel_size: 2; use_dynamic_bsz: true; "
+        "rl_config.max_packing_token_size: 4096",
         "taken",
         {"train.micro_batch_tokens": 2048},
     ),
@@ -255,7 +257,10 @@ def test_other_configurations_are_not_taken_for_mindspeed(text: str) -> None:
 
 
 def test_tabs_bom_and_anchors_are_read() -> None:
-    text = "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
+    text = (
+        "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: "
+        "*a\n"
+    )
     text = text.replace("\n", "\r\n")
     settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}
     assert settings["rl_config.n_samples_per_prompt"] == (

@@ -108,7 +108,10 @@ def test_invalid_overrides_are_refused(text: str, message: str) -> None:
 
 
 def test_yaml_settings_have_their_lines() -> None:
-    text = "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 率\n  x: {}\n  y: [1]\na: 10.0.0.1:9\n"
+    text = (
+        "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 率\n  x: {}\n  y: [1]\na: "
+        "10.0.0.1:9\n"
+    )
     assert [tuple(setting) for setting in settings_of_yaml(text, "f.yaml")] == [
         ("defaults", ["ppo_trainer"], "f.yaml:1"),
         ("actor.optim.lr", 1e-6, "f.yaml:4"),
@@ -140,7 +143,8 @@ def test_a_training_is_found_behind_launchers(tmp_path: Path) -> None:
         f"bash -c '{MAIN} {two}'",
         f"torchrun --nproc_per_node=8 my/train.py {two} | tee log",
         f"srun --nodes=2 uv run python -m recipe.mine.main {two}",
-        f"cd /x && PYTHONUNBUFFERED=1 {MAIN} --config-path=config --config-name='ppo_trainer' {two}",
+        f"cd /x && PYTHONUNBUFFERED=1 {MAIN} --config-path=config --config-name='ppo_trainer' "
+        f"{two}",
     ):
         reading = read_files([write(tmp_path, f"#!/bin/bash\n{start}\n")])
         assert [setting[:2] for setting in reading.settings] == [
@@ -152,7 +156,10 @@ def test_a_training_is_found_behind_launchers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["crlf", "bom", "gb18030"])
 def test_other_encodings_and_line_ends_are_read(tmp_path: Path, change: str) -> None:
-    text = f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  trainer.nnodes=2\n"
+    text = (
+        f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  "
+        "trainer.nnodes=2\n"
+    )
     content = {
         "crlf": text.replace("\n", "\r\n").encode(),
         "bom": b"\xef\xbb\xbf" + text.encode(),
@@ -177,10 +184,12 @@ NOW=$(date +%s)
     lines = str(caught.value).splitlines()
     assert lines[0] == "3 values known only on the script's machine; give each with --set-env:"
     assert lines[1].startswith(
-        "  --set-env MODEL=...  run.sh:1, from $(pwd); affects actor_rollout_ref.model.path (run.sh:3)"
+        "  --set-env MODEL=...  run.sh:1, from $(pwd); affects actor_rollout_ref.model.path "
+        "(run.sh:3)"
     )
     assert lines[2] == (
-        "  --set-env DATA=...  run.sh:3, not set by the script; affects data.train_files (run.sh:3), "
+        "  --set-env DATA=...  run.sh:3, not set by the script; affects data.train_files "
+        "(run.sh:3), "
         "trainer.default_local_dir (run.sh:4)"
     )
     assert lines[3].startswith("  --set-env '$(uname -n)=...'  run.sh:4, a command's output")
@@ -196,7 +205,10 @@ NOW=$(date +%s)
 
 
 def test_several_trainings_and_none(tmp_path: Path) -> None:
-    text = f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr data.train_batch_size=4\ndone\n"
+    text = (
+        f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr "
+        "data.train_batch_size=4\ndone\n"
+    )
     path = write(tmp_path, text)
     with pytest.raises(
         ForeignConfigError,

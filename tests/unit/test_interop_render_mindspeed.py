@@ -264,7 +264,8 @@ def test_our_mindspeed_recipes_match_the_guides(recipe: str, guide: str) -> None
     theirs = {key: value for key, value, _ in read_yaml((GUIDES / guide).read_text(), guide)}
     assert len(theirs.keys() & ours.keys()) >= 15
     differing = {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]}
-    # Different spelling, paths, resuming (the guides' excerpts do), and keys that are not in the guides.
+    # Different spelling, paths, resuming (the guides' excerpts do), and keys that are not in the
+    # guides.
     of_place, of_resume = (
         {"load", "save", "data_path"},
         {"finetune", "no_load_optim", "no_load_rng"},

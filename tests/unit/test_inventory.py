@@ -44,7 +44,10 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
 
 
 def test_names_and_variables_are_kept_as_written(tmp_path: Path) -> None:
-    values = "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', HEX: 0x1F}"
+    values = (
+        "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', "
+        "HEX: 0x1F}"
+    )
     hosts = f"[0123, {{name: 1_0, address: 10.0, devices: 2, env: {values}}}]"
     inventory = _read(tmp_path, f"hosts: {hosts}\nhead: 0123\ndevices: 1\nenv: {values}")
     assert [(host.name, host.reached_at) for host in inventory.in_order] == [

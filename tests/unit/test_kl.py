@@ -1,4 +1,6 @@
-"""KL to the reference model: estimators and gradients, the reward penalty, and the adaptive coefficient."""
+"""KL to the reference model: estimators and gradients, the reward penalty, and the adaptive
+coefficient.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ LOGITS, REFERENCE = (0.3, -0.2, 1.1), (0.5, 0.3, 0.2)
 
 
 def _mean_gradient(estimator: str | None) -> torch.Tensor:
-    """Return the expected gradient with respect to a three-token policy's logits; for None, that of KL itself."""
+    """Return the expected gradient with respect to a three-token policy's logits; for None, that of
+    KL itself.
+    """
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     log_probs = logits.log_softmax(0)
     ref_log_probs = torch.tensor(REFERENCE, dtype=torch.float64).log()
@@ -69,7 +73,8 @@ def test_the_mean_gradient_of_k2_and_plus_estimators_is_that_of_kl(estimator: st
 
 
 def test_the_mean_gradients_of_k1_and_k3_are_zero_and_reverse_kl() -> None:
-    # sum p dlog p = d sum p = 0; and the gradient of KL(reference || policy) by the logits is p - reference
+    # sum p dlog p = d sum p = 0; and the gradient of KL(reference || policy) by the logits is p -
+    # reference
     policy = torch.tensor(LOGITS, dtype=torch.float64).softmax(0)
     torch.testing.assert_close(_mean_gradient("kl"), torch.zeros_like(policy))
     torch.testing.assert_close(
@@ -78,7 +83,8 @@ def test_the_mean_gradients_of_k1_and_k3_are_zero_and_reverse_kl() -> None:
 
 
 def test_reward_penalties() -> None:
-    # d: 0.5, -0.1, 0.2 | 1.0 | none. Sums 0.6, 1.0, 0; token means 0.2 and 1.0, mean over the two 0.6
+    # d: 0.5, -0.1, 0.2 | 1.0 | none. Sums 0.6, 1.0, 0; token means 0.2 and 1.0, mean over the two
+    # 0.6
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
     old = torch.tensor([[-0.5, -1.1, -0.8], [-1.0, NAN, NAN], [NAN, NAN, NAN]])
     ref = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, NAN, 0.0], [NAN, 0.0, float("-inf")]])

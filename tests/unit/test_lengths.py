@@ -25,9 +25,11 @@ def test_a_small_model_gets_working_keys() -> None:
         "data.max_prompt_tokens + rollout.max_response_tokens",
         "serve.max_model_len=22528",
     ]
-    # prompts: 100, rounded up to 112; responses: 512 - 112; buffer: a fifth of that; answers: 512 - 120
+    # prompts: 100, rounded up to 112; responses: 512 - 112; buffer: a fifth of that; answers: 512 -
+    # 120
     assert advice == (
-        "these fit together: --set data.max_prompt_tokens=112 --set rollout.max_response_tokens=400 "
+        "these fit together: --set data.max_prompt_tokens=112 --set "
+        "rollout.max_response_tokens=400 "
         "--set reward.overlong.buffer_tokens=80 --set evaluate.max_response_tokens=392 "
         "--set serve.max_model_len=512"
     )

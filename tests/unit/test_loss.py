@@ -1,4 +1,6 @@
-"""Policy loss against hand-computed values: clips, aggregation, entropy bonus, KL, importance weights, mask."""
+"""Policy loss against hand-computed values: clips, aggregation, entropy bonus, KL, importance
+weights, mask.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _tokens(
 def _one_token(
     log_ratio: float, advantage: float, algorithm: AlgorithmConfig = DAPO, **more: Any
 ) -> tuple[PolicyLoss, float]:
-    """Return the loss of one token with old log-prob 0, and its derivative with respect to the log-prob."""
+    """Return the loss of one token with old log-prob 0, and its derivative with respect to the
+    log-prob.
+    """
     log_probs = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     weights = LossTotals(1, 1).token_weights(mask, algorithm)
@@ -62,7 +66,8 @@ def _one_token(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "gradient", "is_clipped", "is_dual"),
     [
-        # A = 2: L = max(-2 r, -2 clamp(r, 0.8, 1.28)); d/dlogp of -2 r is -2 r, of a clipped value 0
+        # A = 2: L = max(-2 r, -2 clamp(r, 0.8, 1.28)); d/dlogp of -2 r is -2 r, of a clipped value
+        # 0
         (0.79, 2.0, -1.58, -1.58, False, False),  # max(-1.58, -1.6)
         (0.81, 2.0, -1.62, -1.62, False, False),  # inside the interval
         (1.27, 2.0, -2.54, -2.54, False, False),  # inside the interval
@@ -107,7 +112,8 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(
     assert slope == 0.0  # constant beyond the clamp
 
 
-# Responses of 2, 1 and 0 tokens, N = 2 responses and T = 3 tokens: the empty one is no response of the mean.
+# Responses of 2, 1 and 0 tokens, N = 2 responses and T = 3 tokens: the empty one is no response of
+# the mean.
 @pytest.mark.parametrize(
     ("aggregation", "weights"),
     [
@@ -127,11 +133,11 @@ def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
     torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float32))
 
 
-# Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens
-# (10.1 + 2 * 9.7 + 9 * 7.5) / 12 = 97 / 12 = 8.083, however they are split.
-# Older verl, one rank, micro-batches of one response: (10.1 + 9.7 + 7.5) / 3 = 9.100; micro-batches {1, 2} and
-# {9}: 29.5 / 3 * 2 / 3 + 7.5 / 3 = 9.0556; ranks with {1, 2} and {9}: (29.5 / 3 + 7.5) / 2 = 8.6667; all in one
-# micro-batch: 8.083.
+# Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens (10.1 + 2
+# * 9.7 + 9 * 7.5) / 12 = 97 / 12 = 8.083, however they are split. Older verl, one rank,
+# micro-batches of one response: (10.1 + 9.7 + 7.5) / 3 = 9.100; micro-batches {1, 2} and {9}: 29.5
+# / 3 * 2 / 3 + 7.5 / 3 = 9.0556; ranks with {1, 2} and {9}: (29.5 / 3 + 7.5) / 2 = 8.6667; all in
+# one micro-batch: 8.083.
 @pytest.mark.parametrize(
     ("ranks", "verl"),
     [
@@ -220,7 +226,8 @@ def test_a_part_without_trained_tokens_contributes_zero(
 
 
 def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
-    # ratios 1, A = -1 and -3: policy loss (1 + 3) / 2 = 2; entropy (0.4 + 0.8) / 2 = 0.6; 2 - 0.05 * 0.6 = 1.97
+    # ratios 1, A = -1 and -3: policy loss (1 + 3) / 2 = 2; entropy (0.4 + 0.8) / 2 = 0.6; 2 - 0.05
+    # * 0.6 = 1.97
     mask = torch.ones(2, 1, dtype=torch.bool)
     entropy = torch.tensor([[0.4], [0.8]], requires_grad=True)
     algorithm = _algorithm(entropy_coefficient=0.05)
@@ -236,9 +243,9 @@ def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
 
 
 def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
-    # log_probs -0.5, -1.5, reference -1, -1: d = 0.5, -0.5; low_var_kl e^-0.5 - 1 + 0.5 = 0.1065307 and
-    # e^0.5 - 1 - 0.5 = 0.1487213, mean 0.1276260; A = 0, so the loss is 2 * 0.1276260.
-    # gradient 2 / 2 * (1 - e^-d): 1 - 0.6065307 = 0.3934693 and 1 - 1.6487213 = -0.6487213
+    # log_probs -0.5, -1.5, reference -1, -1: d = 0.5, -0.5; low_var_kl e^-0.5 - 1 + 0.5 = 0.1065307
+    # and e^0.5 - 1 - 0.5 = 0.1487213, mean 0.1276260; A = 0, so the loss is 2 * 0.1276260. gradient
+    # 2 / 2 * (1 - e^-d): 1 - 0.6065307 = 0.3934693 and 1 - 1.6487213 = -0.6487213
     log_probs = torch.tensor([[-0.5, -1.5]], requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     algorithm = _algorithm(kl={"place": "loss", "coefficient": 2.0, "estimator": "low_var_kl"})
@@ -278,8 +285,8 @@ def test_kl_outside_the_loss_does_not_change_it(place: str) -> None:
 
 
 def test_importance_weights_scale_only_the_policy_loss_without_gradient() -> None:
-    # A = -2, r = 1.1, weight 0.5: policy loss 0.5 * 2.2 = 1.1 with the same derivative;
-    # entropy 0.7 * -0.1 and KL 0.3 * (0.5 * ln(1.1)^2) = 0.3 * 0.00454201 stay as they are: loss 1.0313626
+    # A = -2, r = 1.1, weight 0.5: policy loss 0.5 * 2.2 = 1.1 with the same derivative; entropy 0.7
+    # * -0.1 and KL 0.3 * (0.5 * ln(1.1)^2) = 0.3 * 0.00454201 stay as they are: loss 1.0313626
     importance = torch.full((1, 1), 0.5, dtype=torch.float64, requires_grad=True)
     log_probs = torch.tensor([[math.log(1.1)]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)

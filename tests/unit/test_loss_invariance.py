@@ -111,7 +111,9 @@ def _evaluate(
     ranks: list[list[list[int]]],
     is_packed: bool = False,
 ) -> Result:
-    """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens one behind the other, [N]."""
+    """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens one behind the
+    other, [N].
+    """
     num_responses = int(batch.mask.any(dim=-1).sum())
     totals = LossTotals(int(batch.mask.sum()), num_responses, num_data_ranks=len(ranks))
     leaves = batch.log_probs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()

@@ -65,7 +65,8 @@ def test_free_resources_are_counted_by_node(
 @pytest.mark.parametrize(
     ("num_nodes", "expected"),
     [
-        # 24 ranks are 3 data-parallel groups, which do not divide 512 responses: next are 16, or all 32.
+        # 24 ranks are 3 data-parallel groups, which do not divide 512 responses: next are 16, or
+        # all 32.
         (3, (32, 4)),
         (2, (16, 4)),
         (1, (8, 2)),

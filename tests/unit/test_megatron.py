@@ -67,7 +67,8 @@ def test_layers_of_the_first_and_last_stage_can_be_set() -> None:
         ),
         (
             "override_transformer_config.account_for_loss_in_pipeline_split=False",
-            r"=8 does not divide the model's 94 layers: stages are \[10, 11, .*num_layers_in_last_pipeline_stage",
+            r"=8 does not divide the model's 94 layers: stages are \[10, 11, "
+            r".*num_layers_in_last_pipeline_stage",
         ),
         ("expert_model_parallel_size=24", "=24 does not divide the model's 128 experts"),
         (
@@ -118,9 +119,10 @@ def test_memory_per_device_for_qwen3_235b() -> None:
     shape = shape_of(published_config("Qwen/Qwen3-235B-A22B-Thinking-2507") or {})
     assert shape.num_parameters == 235_093_634_560
     stage = largest_stage(recipe(), shape, splits())
-    # The last stage has the logits: 11 layers and the head. Per layer and device:
-    # 128 / 16 experts x 3 x 4096 x 1536 = 150,994,944; attention (2 x 64 + 2 x 4) x 128 x 4096 / 4 = 17,825,792;
-    # norms 2 x 4096 + 2 x 128 = 8,448; router 128 x 4096 = 524,288. The head: 151,936 x 4096 / 4 = 155,582,464.
+    # The last stage has the logits: 11 layers and the head. Per layer and device: 128 / 16 experts
+    # x 3 x 4096 x 1536 = 150,994,944; attention (2 x 64 + 2 x 4) x 128 x 4096 / 4 = 17,825,792;
+    # norms 2 x 4096 + 2 x 128 = 8,448; router 128 x 4096 = 524,288. The head: 151,936 x 4096 / 4 =
+    # 155,582,464.
     dense = 11 * (17_825_792 + 8_448 + 524_288) + 155_582_464
     experts = 11 * 150_994_944
     assert stage.weights == 2 * (dense + experts)

@@ -1,4 +1,6 @@
-"""The memory plan: model tensors, hand-computed bytes, devices, and changes that make a training fit."""
+"""The memory plan: model tensors, hand-computed bytes, devices, and changes that make a training
+fit.
+"""
 
 from __future__ import annotations
 
@@ -234,8 +236,8 @@ def test_offloaded_state_is_in_host_memory() -> None:
         }
 
     shard = 4 * shape_of(PUBLISHED["Qwen3-8B"]).shard_parameters(8)
-    # Pinned memory is allocated in powers of two: 36 layers of 8 + 8 + 2 + 2 + 3 x 32 MiB with 4,224 B of norms,
-    # twice 512 MiB (for 296.75) with 2,048 B.
+    # Pinned memory is allocated in powers of two: 36 layers of 8 + 8 + 2 + 2 + 3 x 32 MiB with
+    # 4,224 B of norms, twice 512 MiB (for 296.75) with 2,048 B.
     pinned = 36 * (116 * 1024**2 + 4224) + 1024**3 + 2048
     plain, shards = parts(), parts("train.offload_shards=true")
     for phase in PHASES:
@@ -253,7 +255,9 @@ def test_offloaded_state_is_in_host_memory() -> None:
 
 
 def test_colocated_roles_take_turns_on_the_device() -> None:
-    """The table in turns says who holds what; NPUs keep engine weights on the host, CUDA discards them."""
+    """The table in turns says who holds what; NPUs keep engine weights on the host, CUDA discards
+    them.
+    """
     config, shape = recipe("dapo_qwen3_32b_math"), shape_of(PUBLISHED["Qwen3-32B"])
     plan = planned(config, "Qwen3-32B", 61.27)
     cells = {
@@ -404,7 +408,8 @@ def test_the_command_shows_the_plan_and_a_fitting_change() -> None:
 @pytest.mark.slow
 def test_planning_does_not_import_torch() -> None:
     code = (
-        "from flows.config import load_config; from tasks.preflight.memory import plan_of; import sys; "
+        "from flows.config import load_config; from tasks.preflight.memory import plan_of; import "
+        "sys; "
         "plan_of(load_config('configs/dapo_qwen3_32b_math.yaml')); print('torch' in sys.modules)"
     )
     done = subprocess.run(

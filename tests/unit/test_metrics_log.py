@@ -20,7 +20,8 @@ from tests.sources import Clock
 
 EXAMPLE_LINE = (
     "step:1 - global_seqlen/min:33676 - global_seqlen/max:326471 - global_seqlen/minmax_diff:292795"
-    " - global_seqlen/balanced_min:120597 - global_seqlen/balanced_max:120614 - global_seqlen/mean:120608.5"
+    " - global_seqlen/balanced_min:120597 - global_seqlen/balanced_max:120614 - "
+    "global_seqlen/mean:120608.5"
     " - actor/entropy:0.31534484028816223 - actor/pg_loss:0.06752552084314327"
     " - actor/pg_clipfrac:9.875712657958502e-05 - actor/ppo_kl:-3.158243763815941e-05"
     " - actor/pg_clipfrac_lower:0.0 - actor/grad_norm:0.04106094129383564 - actor/lr:0.0"

@@ -1,4 +1,6 @@
-"""sampling: model, for rollouts and validation: values from generation_config.json, and contradictions."""
+"""sampling: model, for rollouts and validation: values from generation_config.json, and
+contradictions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Findings about nodes, from their reports: what is equal is one finding, differences name the node."""
+"""Findings about nodes, from their reports: what is equal is one finding, differences name the
+node.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def test_equal_versions_are_one_finding_and_a_node_that_differs_is_named() -> No
     found = only(of(nodes.check_versions, {A: VERSIONS, B: VERSIONS}))
     assert (found.status, found.where) == (OK, "")
     assert found.found == (
-        "equal on 2 machines: Python 3.11.9, code 0c7241f00000, torch 2.10.0, CANN 9.1.0, driver 25.5.0"
+        "equal on 2 machines: Python 3.11.9, code 0c7241f00000, torch 2.10.0, CANN 9.1.0, driver "
+        "25.5.0"
     )
     other = {**VERSIONS, "torch": "2.9.0", "driver": "24.1.0", "code": "dirty", "ray": "2.60.0"}
     findings = of(nodes.check_versions, {A: VERSIONS, B: VERSIONS, C: other})

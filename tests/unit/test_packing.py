@@ -30,7 +30,8 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # far enough from uniform that a wrong neighbour shows in the log-probs
+    # far enough from uniform that a wrong neighbour shows in the log-probs
+    "initializer_range": 0.2,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": 8},
@@ -52,7 +53,9 @@ def _model(family: str, is_tied: bool = True) -> Any:
 
 
 def _alone(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy of the response tokens, one sequence at a time by transformers' own forward: [M]."""
+    """Log-probs and entropy of the response tokens, one sequence at a time by transformers' own
+    forward: [M].
+    """
     log_probs, entropy = [], []
     for row in range(batch.num_responses):
         start, end = int(batch.prompt_lengths[row]), int(batch.lengths[row])
@@ -102,7 +105,8 @@ def test_at_most_half_of_an_attention_block_is_padding() -> None:
     assert packing.blocks[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
     assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
     assert packing.blocks[2].tokens.tolist() == [10]
-    # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
+    # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at
+    # 17
     assert packing.positions.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
 
 
@@ -164,7 +168,9 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
 
 @pytest.mark.slow
 def test_grouped_query_attention_equals_repeated_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own kernel does."""
+    """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own
+    kernel does.
+    """
     lengths = [7, 5, 2]
     draw = torch.Generator().manual_seed(0)
     states = [
@@ -190,10 +196,11 @@ def test_grouped_query_attention_equals_repeated_key_heads(monkeypatch: pytest.M
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     vocabulary = 151_936
     few, many = (_peak_bytes(num_tokens, vocabulary, chunk_tokens=16) for num_tokens in (64, 512))
-    # the float32 logits of the further 448 tokens alone are 448 * 151,936 * 4 = 272 MB; their activations in two
-    # layers 32 wide are a few MB
+    # the float32 logits of the further 448 tokens alone are 448 * 151,936 * 4 = 272 MB; their
+    # activations in two layers 32 wide are a few MB
     assert many - few < 10e6
-    # logits of a chunk are 16 * 151,936 * 4 = 9.7 MB, held a few times over; the head's gradient is 19.4 MB
+    # logits of a chunk are 16 * 151,936 * 4 = 9.7 MB, held a few times over; the head's gradient is
+    # 19.4 MB
     assert many < 200e6
 
 
@@ -239,7 +246,9 @@ def test_supported_architectures_are_accepted(family: str, sequence_parallel: in
 
 
 def test_private_names_in_transformers_still_exist() -> None:
-    """No public way: policy/model.py would shard no layer, and refuse published files with extra heads."""
+    """No public way: policy/model.py would shard no layer, and refuse published files with extra
+    heads.
+    """
     from transformers import Glm4MoeForCausalLM, Qwen3ForCausalLM
 
     assert Qwen3ForCausalLM._no_split_modules

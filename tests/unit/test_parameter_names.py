@@ -25,7 +25,8 @@ def test_a_parameter_with_the_same_name_maps_to_itself(name: str) -> None:
 
 
 def test_fused_experts_map_to_one_matrix_per_expert() -> None:
-    # 2 experts, I = 2, H = 3: [2, 2I, H] holds gate rows 0-1 and up rows 2-3, so expert 1's gate begins at 12
+    # 2 experts, I = 2, H = 3: [2, 2I, H] holds gate rows 0-1 and up rows 2-3, so expert 1's gate
+    # begins at 12
     gate_up = torch.arange(24.0).view(2, 4, 3)
     views = file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES)
     assert {name.removeprefix(f"{EXPERTS}."): view.tolist() for name, view in views.items()} == {

@@ -292,11 +292,9 @@ def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
     # A benchmark more: its problems are not prepared yet, and the model may depend on that.
     more = suite.replace("}]", "}, {set: arithmetic, name: cot, prompt: cot}]")
     plan = planned(tmp_path, more)
-    assert (
-        plan["evaluate_before"].note
-        == (
-            "waits for fetch_model; evaluates arithmetic, sampled, cot"  # the run before asked data.eval, alone
-        )
+    assert plan["evaluate_before"].note == (
+        # the run before asked data.eval, alone
+        "waits for fetch_model; evaluates arithmetic, sampled, cot"
     )
     record_run(
         small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before")
@@ -310,7 +308,9 @@ def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
 def test_disk_space_is_required_only_for_remaining_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training that filled the disk continues once there is space for the rest, as do later stages."""
+    """A training that filled the disk continues once there is space for the rest, as do later
+    stages.
+    """
     config = small_config(tmp_path / "store")
     facts = ModelFacts(parameters=2**26)  # a checkpoint is 0.75 GiB, a merged model 0.125 or 0.25
     disk = disk_plan(config, facts.parameters)
@@ -323,8 +323,8 @@ def test_disk_space_is_required_only_for_remaining_files(
 
     assert (said().status, said().check) == (FAIL, "disk")
     assert (
-        f"; {disk.num_checkpoints} checkpoints and merged models take about {describe_bytes(disk.num_bytes)}"
-        in said().found
+        f"; {disk.num_checkpoints} checkpoints and merged models take about "
+        f"{describe_bytes(disk.num_bytes)}" in said().found
     )
     record_run(config, labels=("prepare_data", "fetch_model"))
     key = next(stage.key for stage in plan_chain(config) if stage.label == "train_policy")

@@ -203,7 +203,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) ->
 def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path) -> None:
     scorer = tmp_path / "reward.py"
     scorer.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+        "0.0\n"
     )
     (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), WARN)
     assert "custom_reward.path rejects all 3 gold answers" in finding.found
@@ -218,7 +219,9 @@ def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path
 def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(
     tmp_path: Path, model: Path
 ) -> None:
-    """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never gets a reward."""
+    """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never
+    gets a reward.
+    """
     train = write_training(tmp_path / "t.parquet", source="math_dapo")
     (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
     assert finding.found == "prompts of math_dapo ask for \\boxed{}, but math_dapo reads Answer:"
@@ -257,7 +260,8 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(
     config = recipe(tmp_path, model, serve=serve, train={"device": "cuda", "num_ranks": 1})
     said = {finding.check: f"{finding.found}; {finding.advice}" for finding in found(config, FAIL)}
     assert set(said) == {"cache", "devices"}
-    # 2 layers x (keys + values) x 1 head of 32 numbers of 2 bytes = 256 bytes a token, 64 KiB for 256
+    # 2 layers x (keys + values) x 1 head of 32 numbers of 2 bytes = 256 bytes a token, 64 KiB for
+    # 256
     assert "cannot hold a sequence of 256 tokens" in said["cache"]
     assert "--set serve.memory_gigabytes=0.1" in said["cache"]
     assert "torch" in said["devices"]
@@ -408,7 +412,9 @@ def test_a_custom_grader_is_tried_before_a_run(tmp_path: Path, model: Path) -> N
 def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 GiB, the processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
+    """Of 2 GiB, the processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray,
+    scorers).
+    """
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"

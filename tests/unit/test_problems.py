@@ -1,4 +1,6 @@
-"""Problem files: read alike by training, validation and evaluation, and refused with clear messages."""
+"""Problem files: read alike by training, validation and evaluation, and refused with clear
+messages.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +225,8 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
                 parquet_row(2, prompt=[{"role": "user", "content": "  "}]),
                 parquet_row(3, reward_model={"ground_truth": "", "style": "rule"}),
             ],
-            r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no reward_model.ground_truth \(rows 3",
+            r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no "
+            r"reward_model.ground_truth \(rows 3",
         ),
         (
             "none.parquet",
@@ -272,7 +275,9 @@ def test_an_unusable_evaluation_file_is_refused_with_the_fault(
 
 
 def aime_row(problem: int, row: int) -> dict[str, Any]:
-    """A row of the published file, which has every problem on 32 rows with DAPO's instruction in the prompt."""
+    """A row of the published file, which has every problem on 32 rows with DAPO's instruction in
+    the prompt.
+    """
     asked = [{"role": "user", "content": f"Solve. {problem} + 1 = ? End with Answer: $Answer."}]
     gold = {"ground_truth": f"{problem + 1:03}", "style": "rule"}
     return parquet_row(row, data_source="math_dapo", prompt=asked, reward_model=gold)

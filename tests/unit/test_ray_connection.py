@@ -1,4 +1,6 @@
-"""Connecting to Ray: failed starts leave nothing behind and are retried; private instances are protected."""
+"""Connecting to Ray: failed starts leave nothing behind and are retried; private instances are
+protected.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def connect(**train: Any) -> Path | None:
 # What ray.init raises if the raylet, the GCS or an agent dies during startup, or a node is slow.
 START_ERRORS = [
     Exception(
-        "The current node timed out during startup. This could happen because some of the raylet failed to"
+        "The current node timed out during startup. This could happen because some of the raylet "
+        "failed to"
     ),
     RuntimeError(
         "Failed to start GCS.  Last 0 lines of error files:\n.Please check /tmp/ray/gcs_server.out"

@@ -1,4 +1,6 @@
-"""Requests to hosts: why a host does not answer, what a start refuses, and which token a training finds."""
+"""Requests to hosts: why a host does not answer, what a start refuses, and which token a training
+finds.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,10 @@ def test_an_error_of_ssh_is_shown_with_the_command_that_fixes_it(
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert problem in _ask("ssh", user="me").problem
-    options = "-o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=1 -l me -- a exec "
+    options = (
+        "-o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=1 -l me -- a "
+        "exec "
+    )
     assert (tmp_path / "words").read_text().startswith(options)
 
 
@@ -339,7 +344,10 @@ def test_a_start_whose_command_was_interrupted_starts_nothing() -> None:
         **{"environment": {}, "options": ["--head", "--port=6379"]},
     }
     folder = on_node.folder_of(request)
-    program = "import json, sys; from tasks.nodes import on_node; print(on_node.answer(json.load(sys.stdin)))"
+    program = (
+        "import json, sys; from tasks.nodes import on_node; "
+        "print(on_node.answer(json.load(sys.stdin)))"
+    )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

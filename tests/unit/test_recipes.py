@@ -1,4 +1,6 @@
-"""The recipes in configs/: each loads, sets no key to its default, and yields the numbers computed here."""
+"""The recipes in configs/: each loads, sets no key to its default, and yields the numbers computed
+here.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ DERIVED = {  # in table order
         167_772_160,  # a training step, at most: response tokens, 8,192 x 20,480
         184_549_376,  # a training step, at most: tokens, 8,192 x 22,528
         15_360,  # drawn for a step, at most: prompts, 1,536 x 10
-        16,  # a training step: optimizer steps, 512 / 32: the paper's 16 gradient updates for each rollout step
+        # a training step: optimizer steps, 512 / 32: the paper's 16 gradient updates for each
+        # rollout step
+        16,
         3_200,  # the training: optimizer steps, 16 x 200
         320,  # of these, warm-up: optimizer steps, the paper's 20 rollout steps x 16
         102_400,  # the training: prompts, 512 x 200

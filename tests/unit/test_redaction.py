@@ -54,7 +54,10 @@ def test_settings_and_placeholders_are_not_secrets(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PRIMARY_KEY", "problem")
     monkeypatch.setenv("DATABASE_URL", "postgresql://reader@warehouse/problems")
     monkeypatch.setenv("PWD", "parallel")
-    text = "an EMPTY set of 204800 parallel lines: a problem of the reader of postgresql://reader@warehouse/problems"
+    text = (
+        "an EMPTY set of 204800 parallel lines: a problem of the reader of "
+        "postgresql://reader@warehouse/problems"
+    )
     assert redact(text) == text
     assert not any(
         is_secret(*each)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tests.processes import start_time_of
 
-# A first process, a child in a session of its own, and one without its environment but with a log open.
+# A first process, a child in a session of its own, and one without its environment but with a log
+# open.
 LEADER = """
 setsid sleep 600 >&2 & echo $!
 env -i sleep 600 3>"$DAPO_RAY/log" >&2 & echo $!

@@ -282,7 +282,10 @@ def test_a_file_that_is_missing_in_pods_is_named(key: str, path: str, is_there: 
 
 
 def test_keys_that_pods_do_not_use_are_named(tmp_path: Path) -> None:
-    text = "hosts: [a, {name: b, interface: eth1}]\ndevices: 8\nuser: me\nproject: /x\nport: 6400\nshell: ssh"
+    text = (
+        "hosts: [a, {name: b, interface: eth1}]\ndevices: 8\nuser: me\nproject: /x\nport: "
+        "6400\nshell: ssh"
+    )
     inventory = _inventory(tmp_path, text)
     said = _remarks(inventory, "--kuberay").strip()
     named = ["user (no command", "project (the image", "interface (Kubernetes", "port (KubeRay"]

@@ -110,7 +110,10 @@ def test_the_log_explains_each_retry(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
     assert may_succeed_next_time(train_policy, run, Failed(data=RolloutError("engine lost")))
     delay = train_policy.retry_delay_seconds[1]
-    said = f"train-policy-0: attempt 2 of 4 failed, retrying in {delay:.1f} s: RolloutError: engine lost"
+    said = (
+        f"train-policy-0: attempt 2 of 4 failed, retrying in {delay:.1f} s: RolloutError: engine "
+        "lost"
+    )
     assert said in caplog.text
 
 
@@ -142,7 +145,8 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
         (errno.EROFS, "my.yaml: Read-only file system; choose another location\n"),
         (
             errno.ENOSPC,
-            "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another location",
+            "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another "
+            "location",
         ),
     ],
 )

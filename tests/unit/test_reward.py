@@ -31,7 +31,8 @@ from dapo_core.reward.scorers import (
 from eval.answers.math_dapo import unwrap
 from eval.problems.registry import SETS, load_set
 
-# (response, verdict of this project's rule, verdict of verl's, which reads only the last answer line)
+# (response, verdict of this project's rule, verdict of verl's, which reads only the last answer
+# line)
 PLACES = [
     ("Answer: 18\nNo, again.\nAnswer: 19", "right", "right"),  # the last one counts
     ("Answer: 19\nNo, again.\nAnswer: 18", "wrong", "wrong"),
@@ -367,7 +368,8 @@ def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() 
     [
         (
             ("mine",),
-            "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, math_dapo",
+            "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, "
+            "math_dapo",
         ),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
@@ -414,7 +416,8 @@ if "DAPO_TEST_DATA" in os.environ:
         assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == [
             "wrong"
         ] * 500
-        # 22 boxes start more than 300 characters before the end; 2 solutions have another `answer:` after the box
+        # 22 boxes start more than 300 characters before the end; 2 solutions have another `answer:`
+        # after the box
         scored = Counter(score_math(*pair).verdict for pair in zip(solutions, golds, strict=True))
         assert scored == {"right": 476, "no_answer": 22, "wrong": 2}
 

@@ -62,7 +62,8 @@ def test_sync_and_async_functions_are_called_with_keyword_arguments(
     path = tmp_path / "mine.py"
     path.write_text(
         f"{prefix} judge(solution_str, extra_info, ground_truth, data_source):\n"
-        "    return {'score': extra_info['index'], 'pred': f'{data_source}|{solution_str}|{ground_truth}'}\n"
+        "    return {'score': extra_info['index'], 'pred': "
+        "f'{data_source}|{solution_str}|{ground_truth}'}\n"
     )
     with asyncio.Runner() as runner:
         arguments = ("math_dapo", "Answer: 3", "3", {"index": 7})
@@ -75,7 +76,8 @@ def test_a_file_changed_within_a_second_is_reloaded(tmp_path: Path) -> None:
     for value in (1, 2):
         path.write_text(
             "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-            f"@dataclass\nclass Mark:\n    value: float = {value}\ndef judge(**_):\n    return Mark().value\n"
+            f"@dataclass\nclass Mark:\n    value: float = {value}\ndef judge(**_):\n    return "
+            "Mark().value\n"
         )
         os.utime(path, (1e9, 1e9))
         assert load_function(str(path), "judge")() == value
@@ -108,7 +110,8 @@ def test_a_function_is_found_without_executing_the_file(tmp_path: Path, source: 
     [
         (
             "def score(**_): ...",
-            r"mine\.py defines score at top level, not compute_score; .* set custom_reward\.name=score$",
+            r"mine\.py defines score at top level, not compute_score; .* set "
+            r"custom_reward\.name=score$",
         ),
         (
             "import re\ndef score(**_): ...",

@@ -110,7 +110,8 @@ def test_only_the_end_of_a_long_response_is_decoded(monkeypatch: pytest.MonkeyPa
     assert len(ids) > 10_000
     for _ in range(10):
         decoder.decode(ids, 300)
-    # 316 characters at one per token (the worst case) plus 15 % are 364 tokens; the first response takes more.
+    # 316 characters at one per token (the worst case) plus 15 % are 364 tokens; the first response
+    # takes more.
     assert sum(num_decoded) < 10 * 364 + 1000
     decoder.decode(ids, None)
     assert sum(num_decoded) > len(ids)

@@ -101,7 +101,9 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
 
 @contextmanager
 def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
-    """Let the engine run `count` steps on the requests submitted inside, after which none may have finished."""
+    """Let the engine run `count` steps on the requests submitted inside, after which none may have
+    finished.
+    """
     engine, left, done = worker.engine.run(lambda engine: engine), count, threading.Event()
     step = engine.step
 

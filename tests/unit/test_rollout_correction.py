@@ -85,7 +85,8 @@ def test_importance_weights(
 
 
 def test_weight_metrics_cover_only_weighted_tokens() -> None:
-    # A response of 4 tokens at version 5, one of 2 at 3 and 3 at 5. Ratios: 3 and 1 of stale ones, 0.5 elsewhere
+    # A response of 4 tokens at version 5, one of 2 at 3 and 3 at 5. Ratios: 3 and 1 of stale ones,
+    # 0.5 elsewhere
     group = make_group([1.0, -1.0], num_response_tokens=[4, 5], policy_version=5)
     group.rollouts[1].versions[:] = [(3, 2), (5, 3)]
     batch = build_batch([group], mask_truncated=False, policy_version=5)
@@ -192,7 +193,8 @@ def test_verls_response_weight_and_rejection_metrics_match_hand_computed_values(
 @pytest.mark.parametrize(
     ("importance", "low", "high", "expected"),
     [
-        # ratios 0.5, 3 | 2: ratios outside the interval get weight 0; they are neither truncated nor masked
+        # ratios 0.5, 3 | 2: ratios outside the interval get weight 0; they are neither truncated
+        # nor masked
         ("token", 0.4, 2.5, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         (
             "token",
@@ -266,7 +268,8 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(
     assert _weights(_log_ratios([[log_ratio]]), settings).item() == pytest.approx(
         expected, rel=1e-6
     )
-    # 30 - 25 = 5 is inside +-20, though both factors are beyond: e^5 = 148.413, in the product of the response
+    # 30 - 25 = 5 is inside +-20, though both factors are beyond: e^5 = 148.413, in the product of
+    # the response
     settings = _settings(importance="sequence", importance_max=1e12)
     assert _weights(_log_ratios([[30.0, -25.0]]), settings)[0].tolist() == pytest.approx(
         [148.4131591] * 2, rel=1e-6
@@ -335,7 +338,8 @@ def test_a_response_weight_includes_masked_tokens() -> None:
 
 
 def test_mask_and_divergence_combine() -> None:
-    # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first 0.547
+    # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first
+    # 0.547
     settings = _settings(
         mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4
     )

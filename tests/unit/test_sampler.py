@@ -55,8 +55,8 @@ def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
     # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
     assert "8 new prompts and the groups carried over gave 2 of 3 groups with signal" in message
     assert (
-        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)"
-        in message
+        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy "
+        "37.5%)" in message
     )
     for key in (
         "sampler.max_num_gen_batches",
@@ -71,7 +71,8 @@ def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
 def test_draws_without_any_signal_say_so_first(outcome: list[float], word: str) -> None:
     source = ScriptedSource([outcome], burst=4)
     opening = (
-        rf"^every response to the 4 prompts was {word}, so there is nothing to learn from: this step needs 1 "
+        rf"^every response to the 4 prompts was {word}, so there is nothing to learn from: this "
+        rf"step needs 1 "
         r"prompt with both right and wrong responses\. 4 new prompts .* raise rollout\.group_size"
     )
     with pytest.raises(NotEnoughSignal, match=opening):
@@ -100,11 +101,14 @@ def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(
 
     with pytest.raises(NotEnoughSignal) as caught:
         sampler("raise").draw(1)
-    # the third prompt was the last with signal; when 7 more have finished, up to 3 are still in flight
+    # the third prompt was the last with signal; when 7 more have finished, up to 3 are still in
+    # flight
     assert "2 of 3 groups with signal" in str(caught.value)
     assert re.search(
-        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more would never end "
-        r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower train\.train_prompts",
+        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more would "
+        r"never end "
+        r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower "
+        r"train\.train_prompts",
         str(caught.value),
     )
     assert len(sampler(on_exhausted).draw(1).groups) == num_trained
@@ -260,16 +264,20 @@ def test_unscored_responses_give_no_signal() -> None:
             10_000,
             30.0,
             RolloutError,
-            "no group was kept for 31 s of training step 3. 4 new prompts and the groups carried over gave 0 "
-            "of 2 groups with signal: of 0 finished groups|4 groups with 0 response tokens are in flight|"
+            "no group was kept for 31 s of training step 3. 4 new prompts and the groups carried "
+            "over gave 0 "
+            "of 2 groups with signal: of 0 finished groups|4 groups with 0 response tokens are in "
+            "flight|"
             "No group finished",
         ),
-        (  # after 12 s six groups have come: two all right, four all wrong; three others are in flight
+        # after 12 s six groups have come: two all right, four all wrong; three others are in flight
+        (
             [RIGHT, WRONG, WRONG],
             2,
             11.5,
             NotEnoughSignal,
-            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, 0.0% had signal "
+            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, "
+            "0.0% had signal "
             "(mean accuracy 33.3%)|3 groups with 0 response tokens are in flight",
         ),
     ],

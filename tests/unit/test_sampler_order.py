@@ -177,7 +177,8 @@ def test_unfinished_groups_resume_before_new_prompts() -> None:
     sampler = make_sampler(source, train_prompts=2)
     first = sampler.draw(step=1)
     assert booked(first) == {"kept": 2}
-    # two groups of the four are in flight, four tokens each: one response of 3 and one token of the other
+    # two groups of the four are in flight, four tokens each: one response of 3 and one token of the
+    # other
     assert (first.account.carried_out_groups, first.account.carried_out_tokens) == (2, 8)
     assert first.account.generated_tokens == 2 * TOKENS_PER_GROUP + 8
     second = sampler.draw(step=2)

@@ -110,7 +110,8 @@ def test_slurm_prefers_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "#!/bin/sh\n"
         '[ "$2" = hostnames ] && printf "x1\\nx2\\n"\n'
         '[ "$2" = config ] && echo "ProctrackType           = proctrack/linuxproc"\n'
-        '[ "$2" = job ] && echo "JobId=7 TRES=cpu=384,gres/npu=32 TresPerNode=gres/npu:910c:16 Network=(null)"\n'
+        '[ "$2" = job ] && echo "JobId=7 TRES=cpu=384,gres/npu=32 TresPerNode=gres/npu:910c:16 '
+        'Network=(null)"\n'
         "exit 0\n"
     )
     script.chmod(0o755)

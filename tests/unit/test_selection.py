@@ -67,8 +67,8 @@ def test_finishing_order_selects_short_groups_and_warns(
     ("responses", "mean"),
     [
         ([(2, True), (4, True), (9, True)], 5.0),
-        # of four, one ends at 2; of the three left one is stopped at 3; of two, one ends at 4; the last at 10
-        # shares longer than 2: 3/4; than 4: 3/4 * 1/2; 2 + 3/4 * 2 + 3/8 * 6
+        # of four, one ends at 2; of the three left one is stopped at 3; of two, one ends at 4; the
+        # last at 10 shares longer than 2: 3/4; than 4: 3/4 * 1/2; 2 + 3/4 * 2 + 3/8 * 6
         ([(2, True), (3, False), (4, True), (10, True)], 5.75),
         ([(4, True), (8, False)], 6.0),  # at least 8
         ([(0, False), (0, False), (5, True), (7, True)], 6.0),  # those without a token say nothing

@@ -1,4 +1,6 @@
-"""Serving without starting vLLM: command lines, devices, refused settings, and reasons in a server's output."""
+"""Serving without starting vLLM: command lines, devices, refused settings, and reasons in a
+server's output.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +88,12 @@ def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
         extra_args=("--seed", "3"),
     )
     assert shlex.join(serve_command("m x", settings, 8000)) == (
-        f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name policy --host ::1 "
-        "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config vllm "
-        "--tensor-parallel-size 4 --data-parallel-size 2 --gpu-memory-utilization 0.5 --enforce-eager --seed 3"
+        f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name "
+        "policy --host ::1 "
+        "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config "
+        "vllm "
+        "--tensor-parallel-size 4 --data-parallel-size 2 --gpu-memory-utilization 0.5 "
+        "--enforce-eager --seed 3"
     )
     words = serve_command("m", ServeConfig(), 1)
     assert not {"--tensor-parallel-size", "--data-parallel-size", "--enforce-eager"} & set(words)
@@ -341,13 +346,15 @@ def test_an_incomplete_model_folder_is_refused(
 UNKNOWN_FLAG = [
     "Triton is installed, but doesn't include CPU backend. Disabling Triton.",
     "usage: vllm [-h] [-v]",
-    "            {chat,complete,serve,launch,bench,collect-env,download-kernels,preload,run-batch,snapshot}",
+    "            "
+    "{chat,complete,serve,launch,bench,collect-env,download-kernels,preload,run-batch,snapshot}",
     "            ...",
     "vllm: error: unrecognized arguments: --no-such-flag",
 ]
 WRONG_CHOICE = [
     "usage: vllm serve [model_tag] [options]",
-    "vllm serve: error: argument --dtype: invalid choice: 'nosuch' (choose from 'auto', 'bfloat16')",
+    "vllm serve: error: argument --dtype: invalid choice: 'nosuch' (choose from 'auto', "
+    "'bfloat16')",
 ]
 WRONG_VALUE = [
     "    s.__pydantic_validator__.validate_python(ArgsKwargs(args, kwargs), self_instance=s)",
@@ -357,13 +364,17 @@ WRONG_VALUE = [
 ]
 NO_MEMORY = [
     "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063]     raise ValueError(",
-    "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063] ValueError: Available memory on node 0",
-    "(EngineCore pid=612) ERROR 11-21 19:07:10 [core.py:1510] RuntimeError: Worker failed with error 'Available "
+    "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063] ValueError: Available "
+    "memory on node 0",
+    "(EngineCore pid=612) ERROR 11-21 19:07:10 [core.py:1510] RuntimeError: Worker failed with "
+    "error 'Available "
     "memory on node 0', please check the stack trace above for the root cause",
     "(EngineCore pid=612) Process EngineCore:",
     "    raise RuntimeError(",
-    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-    "resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects",
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): "
+    "{}",
+    "resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked "
+    "shared_memory objects",
 ]
 PORT_TAKEN = ["    sock.bind(addr)", "OSError: [Errno 98] Address already in use"]
 
@@ -391,7 +402,8 @@ def test_a_killed_vllm_process_is_named() -> None:
     """vLLM raises other, uninformative errors after it."""
     lines = [
         "(EngineCore pid=71) INFO 11-22 13:00:00 [cpu.py:1] loading",
-        "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
+        "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc "
+        "VllmWorker-0 died "
         "unexpectedly (exit code: -4), shutting down executor.",
         "(EngineCore pid=71) ERROR 11-22 13:00:02 [core.py:1113] ValueError: cancelled",
         "(APIServer pid=70) RuntimeError: Engine core initialization failed. See root cause above.",

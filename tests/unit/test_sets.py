@@ -1,4 +1,6 @@
-"""The registry: every entry reads rows as published, synthetic ones and real ones if DAPO_TEST_DATA is set."""
+"""The registry: every entry reads rows as published, synthetic ones and real ones if DAPO_TEST_DATA
+is set.
+"""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def words_of(text: str, **given: str) -> list[str]:
         ("if [ $(hostname) = a ]; then X=1; else exit 1; fi\necho $X", ["echo", "1"]),
         ("if [ -f x ]; then X=1; else X=1; fi\necho $X", ["echo", "1"]),
         (
-            "while true; do if [ $(nproc) -gt 4 ]; then X=1; break; else sleep 5; fi; done\necho $X",
+            "while true; do if [ $(nproc) -gt 4 ]; then X=1; break; else sleep 5; fi; done\necho "
+            "$X",
             ["echo", "1"],
         ),
         ("case $MODE in a) X=1 ;; b) X=2 ;; *) exit 1 ;; esac\necho $X", ["echo", "${MODE}"]),

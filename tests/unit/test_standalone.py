@@ -15,7 +15,8 @@ import pytest
 from flows.cli import CHAIN_MODULES
 from tests.integration.arithmetic_server import running
 
-# Runs command lines in one process that hides the modules named first, and prints their exit statuses.
+# Runs command lines in one process that hides the modules named first, and prints their exit
+# statuses.
 ALONE = """
 import importlib.metadata, importlib.machinery, json, sys
 names, lines = json.loads(sys.argv[1]), json.loads(sys.argv[2])

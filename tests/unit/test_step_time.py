@@ -29,7 +29,8 @@ from dapo_core.memory.step_time import (
 
 DIE = DEVICES["Atlas 800T A3"]
 A3 = Machine(DIE.rates, DIE.rates, DIE.num_bytes)
-# Settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at once.
+# Settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at
+# once.
 PUBLISHED: dict[str, Any] = {
     "data": {"max_prompt_tokens": 2048},
     "sampler": {"dynamic": False, "gen_prompts": 64, "max_staleness": 0},
@@ -115,7 +116,8 @@ def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
         step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
         for config in (narrow, wide)
     )
-    # 64 sequences with a mean of 0.36 of the longest, in 8 slots: 2.9 times the steps, plus the tails
+    # 64 sequences with a mean of 0.36 of the longest, in 8 slots: 2.9 times the steps, plus the
+    # tails
     assert 2.5 < wave / whole < 4
     ahead = TrainingConfig.model_validate(
         {**settings, "sampler": {"dynamic": False, "gen_prompts": 192}}
@@ -140,7 +142,8 @@ def test_small_micro_batches_are_limited_by_communication() -> None:
         for config in (long, short)
     ]
     assert seconds[0] == pytest.approx(361, rel=0.05)  # 2.35e18 operations on 64 x 364e12 x 0.28
-    # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at 0.7 x 196 GB/s
+    # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at
+    # 0.7 x 196 GB/s
     assert seconds[1] == pytest.approx(430 * 262.1e9 / (0.7 * 196e9), rel=0.01)
 
 

@@ -1,4 +1,6 @@
-"""Suite reports: numbers by hand, the page, named regressions, gates, baselines, shared problems, checkpoints."""
+"""Suite reports: numbers by hand, the page, named regressions, gates, baselines, shared problems,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +90,9 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
     assert pooled["difference"] == pytest.approx(-0.09)
     assert pooled["before"] == pytest.approx((0.2 + 0.8 + 0.5 * 0.75) / 2.5)
     assert pooled["n"] == 44
-    # Changed items weigh 1/50 (algebra, words) and 1/20 (tiny): sums 0.02 * s + 0.05 * t, s the sum of 14 signs.
-    # Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its sign, |s| >= 7 with the other.
+    # Changed items weigh 1/50 (algebra, words) and 1/20 (tiny): sums 0.02 * s + 0.05 * t, s the sum
+    # of 14 signs. Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its
+    # sign, |s| >= 7 with the other.
     s = (
         sign_flip_test([1] * 8 + [-1] * 6).p,
         sign_flip_test([1] * 11 + [-1] * 3).p,
@@ -100,7 +103,8 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
 def test_the_verdict_names_every_regression_and_failed_gate(report: dict[str, Any]) -> None:
     low, high = (f"{100 * bound:+.1f}" for bound in report["pooled"]["ci95"])
     assert report["sentences"] == [
-        f"Pooled over 3 benchmarks (44 problems), accuracy changed by -9.0 points, not significantly (95 % "
+        "Pooled over 3 benchmarks (44 problems), accuracy changed by -9.0 points, not "
+        "significantly (95 % "
         f"interval {low} to {high}, p = 0.42), from 55.0 % to 46.0 %.",
         "Headline algebra: 20.0 % to 50.0 %, +30.0 points (p = 0.031, Holm 0.062).",
         "FELL: words -40.0 points (p = 0.0078, Holm 0.023).",
@@ -134,7 +138,8 @@ def test_a_fall_below_last_night_is_named_despite_the_average(folder: Path) -> N
     )
     sentence = next(one for one in report["sentences"] if "last night" in one)
     assert sentence.startswith(
-        "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
+        "The trained model is not significantly different from last night's: pooled over 3 "
+        "benchmarks, -9.0 points"
     )
     assert sentence.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
     assert (
@@ -175,7 +180,8 @@ def test_the_page_agrees_with_the_json(folder: Path, report: dict[str, Any]) -> 
 
 
 def test_a_problem_shared_by_two_benchmarks_counts_once_in_the_pool(tmp_path: Path) -> None:
-    # The four problems of `tiny` are the first four of `algebra`, which are right on both sides there.
+    # The four problems of `tiny` are the first four of `algebra`, which are right on both sides
+    # there.
     report = report_of(tmp_path, tiny="algebra")
     assert [row["num_elsewhere"] for row in report["benchmarks"]] == [0, 0, 4]
     assert report["pooled"]["n"] == 40
@@ -219,7 +225,8 @@ def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path)
     side = write(tmp_path / "before", 0, dict.fromkeys(OUTCOMES, 1.0), "base")
     report = write_suite_report(Models(side, side), None, None)
     assert report["sentences"] == [
-        "Both sides are the same stored evaluations of 3 benchmarks: with a single measurement of each, "
+        "Both sides are the same stored evaluations of 3 benchmarks: with a single measurement of "
+        "each, "
         "nothing can be said about a change."
     ]
 

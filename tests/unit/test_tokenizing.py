@@ -240,7 +240,8 @@ def test_length_statistics_match_hand_computed_values(prompts_of: Read, tmp_path
     assert (lengths["edges"], lengths["counts"]) == ([*range(0, 43, 3)], [3, *[0] * 12, 1])
     assert (lengths["mean"], lengths["max"], lengths["num_too_long"]) == (11.0, 39, 1)
     assert lengths["quantiles"] == {"5": 1, "25": 1, "50": 2, "75": 2, "95": 39, "99": 39}
-    # 199 of 200 have up to 37 tokens, so 99 % do: bins of 37 // 19 + 1 = 2, the last from 38 to the longest.
+    # 199 of 200 have up to 37 tokens, so 99 % do: bins of 37 // 19 + 1 = 2, the last from 38 to the
+    # longest.
     lengths = describe_lengths(np.array([37] * 199 + [5000]), 100, "drop")
     assert (lengths["edges"][-2:], lengths["counts"][-2:], sum(lengths["counts"])) == (
         [38, 5001],

@@ -134,7 +134,8 @@ def test_a_resumed_training_continues_its_tracker_run_without_repeats(
         (
             "open",
             4,
-            "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training cont",
+            "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training "
+            "cont",
         ),
         ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
     ],

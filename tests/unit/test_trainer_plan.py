@@ -177,15 +177,19 @@ def test_own_rows_replace_prepared_ones_and_their_content_is_in_the_key(tmp_path
 def test_an_imported_megatron_script_renders_the_same_command(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
     words = [
-        "algorithm.adv_estimator=grpo data.train_files=/d/train.parquet data.val_files=/d/test.parquet",
+        "algorithm.adv_estimator=grpo data.train_files=/d/train.parquet "
+        "data.val_files=/d/test.parquet",
         "data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=8192",
         f"actor_rollout_ref.model.path=models/Qwen3-235B-A22B {actor}.ppo_mini_batch_size=64",
-        f"{actor}.strategy=megatron {actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=10240",
+        f"{actor}.strategy=megatron {actor}.use_dynamic_bsz=True "
+        f"{actor}.ppo_max_token_len_per_gpu=10240",
         "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8",
-        f"{actor}.megatron.tensor_model_parallel_size=4 {actor}.megatron.pipeline_model_parallel_size=8",
+        f"{actor}.megatron.tensor_model_parallel_size=4 "
+        f"{actor}.megatron.pipeline_model_parallel_size=8",
         f"{actor}.megatron.param_offload=True actor_rollout_ref.ref.megatron.param_offload=True",
         f"+{actor}.megatron.override_transformer_config.recompute_granularity=selective",
-        "trainer.n_gpus_per_node=16 trainer.nnodes=8 trainer.total_training_steps=10 trainer.device=npu",
+        "trainer.n_gpus_per_node=16 trainer.nnodes=8 trainer.total_training_steps=10 "
+        "trainer.device=npu",
         "trainer.logger=console trainer.val_before_train=False",
     ]
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
@@ -212,7 +216,10 @@ def test_an_imported_megatron_script_renders_the_same_command(tmp_path: Path) ->
 
 def test_environment_variables_keep_their_text(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    text = "data: {train: arithmetic, eval: arithmetic}\nmodel: {source: recipe}\ntrain: {backend: verl}\n"
+    text = (
+        "data: {train: arithmetic, eval: arithmetic}\nmodel: {source: recipe}\ntrain: {backend: "
+        "verl}\n"
+    )
     text += "external: {env: {UMASK: 0022, VERSION: 2.10, START: 12:30}}\n"
     recipe.write_text(text, encoding="utf-8")
     config = load_config(recipe, ["external.env.UMASK=0077", "external.env.IDS=1_2"])

@@ -121,7 +121,8 @@ def test_workers_that_die_after_a_stop_request_are_not_restarted(
         (
             "auto",
             7,
-            "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes it",
+            "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes "
+            "it",
         ),
         ("never", 7, "the same command with --set checkpoint.resume=auto resumes it"),
         ("auto", None, "before its first checkpoint; the same command starts from the beginning"),
@@ -190,7 +191,9 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 def test_a_restart_skips_damaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk failure that killed a worker may have damaged the checkpoint that the run started from."""
+    """The disk failure that killed a worker may have damaged the checkpoint that the run started
+    from.
+    """
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     latest: list[str] = []

@@ -1,4 +1,6 @@
-"""The order in which copies, computation and the process wait for each other, on a fake accelerator."""
+"""The order in which copies, computation and the process wait for each other, on a fake
+accelerator.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,9 @@ def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
 
 
 def test_unscored_samples_do_not_count() -> None:
-    """Three prompts with two responses each: 1 and none, none and (without a score), (without) and 0.25."""
+    """Three prompts with two responses each: 1 and none, none and (without a score), (without) and
+    0.25.
+    """
     source = AnsweringSource(ROLLOUTS)
     metrics = metrics_of(source, PROMPTS[:3], 2, num_samples=2)
     assert [request.num_samples for request in source.requests] == [2, 2, 2]

@@ -109,7 +109,10 @@ def test_values_that_npu_smi_does_not_print_are_not_guessed() -> None:
     rows = "| 0     910B3               | NA            | - | \n| 0   | NA  | -  - / -   NA |\n"
     [device] = ascend.parse_devices(rows).devices
     assert (device.health, device.used_bytes, device.total_bytes) == (None, None, None)
-    text = "[WARNING]The driver package may not be completely installed, which may cause function abnormal."
+    text = (
+        "[WARNING]The driver package may not be completely installed, which may cause function "
+        "abnormal."
+    )
     assert ascend.parse_devices(recorded("npu_smi_24.1.0_910b3.txt") + text).unread == (text,)
 
 
@@ -202,7 +205,10 @@ def test_tools_are_called_and_a_missing_or_failing_one_is_reported(
     _tool(tmp_path, "npu-smi", f"cat {DATA}/npu_smi_without_driver.txt; exit 255")
     assert "exited with status 255: dcmi module" in ascend.devices().unread[0]
 
-    words = 'case "$3" in -link) echo "link status: UP";; -tls) echo "tls switch[0](0:disable)";; *) exit 1;; esac'
+    words = (
+        'case "$3" in -link) echo "link status: UP";; -tls) echo "tls switch[0](0:disable)";; *) '
+        "exit 1;; esac"
+    )
     _tool(tmp_path, "hccn_tool", words)
     [port, other], reason = ascend.links(["4", "5"])
     assert (reason, port.label, port.link, port.tls, port.health, other.label) == (
@@ -217,7 +223,8 @@ def test_tools_are_called_and_a_missing_or_failing_one_is_reported(
     _tool(
         tmp_path,
         "nvidia-smi",
-        f'case "$1" in *mig.mode*) echo "Field \\"mig.mode.current\\" is not a valid field to query."; exit 2;;'
+        'case "$1" in *mig.mode*) echo "Field \\"mig.mode.current\\" is not a valid field to '
+        'query."; exit 2;;'
         f" *compute*) ;; *) cat {DATA}/nvidia_smi_p100_418.csv;; esac",
     )
     found = nvidia.devices()

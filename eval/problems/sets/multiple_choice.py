@@ -76,7 +76,8 @@ def read_gpqa(row: Row) -> Problem:
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=True))
     return problem_of(
         {"id": row.get("Record ID")},
-        f"{question}\n\n{listed}\n\nPlease reason step by step, and put the letter of the right option within "
+        f"{question}\n\n{listed}\n\nPlease reason step by step, and put the letter of the right "
+        "option within "
         "\\boxed{}, such as \\boxed{A}.",
         "ABCD"[options.index(right)],
         subject=text_of(row, "High-level domain"),

@@ -1,1 +1,3 @@
-"""Render the start of a cluster as files, for sites with their own launcher: scripts, SLURM, KubeRay."""
+"""Render the start of a cluster as files, for sites with their own launcher: scripts, SLURM,
+KubeRay.
+"""

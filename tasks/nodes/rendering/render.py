@@ -26,12 +26,12 @@ from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 from tasks.preflight.interfaces import INTERFACE_VARIABLES
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Schedulers' names of the devices: SLURM's generic resource (sites may rename it), and the resource of the
-# Kubernetes device plugins (NVIDIA's; Ascend's, for A2 and A3 alike).
+# Schedulers' names of the devices: SLURM's generic resource (sites may rename it), and the resource
+# of the Kubernetes device plugins (NVIDIA's; Ascend's, for A2 and A3 alike).
 _GRES = {"cuda": "gpu", "npu": "npu"}
 _PLUGINS = {"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-# Host paths that vllm-ascend's documentation mounts: the driver with hccn_tool, npu-smi and its library, the
-# install record; with several nodes also the addresses of the NPUs' ports.
+# Host paths that vllm-ascend's documentation mounts: the driver with hccn_tool, npu-smi and its
+# library, the install record; with several nodes also the addresses of the NPUs' ports.
 _ASCEND_PATHS = {
     "/usr/local/Ascend/driver": "Directory",
     "/usr/local/dcmi": "Directory",
@@ -65,7 +65,9 @@ class Site:
     words: Sequence[str] = ()
 
     def of_kuberay(self) -> dict[str, str | None]:
-        """Return the settings for KubeRay: image, claim, queue, cpu, memory; raises ConfigError for other keys."""
+        """Return the settings for KubeRay: image, claim, queue, cpu, memory; raises ConfigError for
+        other keys.
+        """
         values: dict[str, str | None] = {
             "image": None,
             "claim": "dapo-store",
@@ -83,11 +85,16 @@ class Site:
         return values
 
     def remarks_of_stale_scripts(self, folder: Path, names: Collection[str]) -> list[str]:
-        """Name other scripts in a folder whose header says that they were rendered from the same source."""
+        """Name other scripts in a folder whose header says that they were rendered from the same
+        source.
+        """
         header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
         others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
         stale = [path.name for path in others if header in path.read_bytes()]
-        hosts = f"{folder}: these scripts belong to hosts that are no longer in {self.source}: {', '.join(stale)}"
+        hosts = (
+            f"{folder}: these scripts belong to hosts that are no longer in {self.source}: "
+            f"{', '.join(stale)}"
+        )
         return [f"{hosts}; stop Ray there, then remove them"] if stale else []
 
 
@@ -137,9 +144,11 @@ def render_scripts(
 def render_slurm(
     inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe
 ) -> dict[str, str]:
-    """Render a batch file that starts Ray on as many nodes as the inventory has and runs the recipe.
+    """Render a batch file that starts Ray on as many nodes as the inventory has and runs the
+    recipe.
 
-    Raises ConfigError if the inventory's hosts differ: all nodes of an allocation are requested alike.
+    Raises ConfigError if the inventory's hosts differ: all nodes of an allocation are requested
+    alike.
     """
     _require_devices(inventory, config, recipe)
     host = _one_for_all(inventory, "--slurm", "devices", "env", "interface")
@@ -147,13 +156,15 @@ def render_slurm(
     has_devices = any(line.partition("=")[0] in _DEVICE_OPTIONS for line in directives)
     if not _NAME.fullmatch(config.run.name):
         raise ConfigError(
-            f"run.name={config.run.name} names a file and a job, which allow letters, digits and ._- only: use "
+            f"run.name={config.run.name} names a file and a job, which allow letters, digits and "
+            "._- only: use "
             "--set run.name=math or the like"
         )
     stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - STOP_MARGIN_SECONDS
     if stop_seconds > most:
         raise ConfigError(
-            f"flow.stop_seconds={stop_seconds:.10g} is too long: SLURM signals a job at most {most} s before its "
+            f"flow.stop_seconds={stop_seconds:.10g} is too long: SLURM signals a job at most "
+            f"{most} s before its "
             f"time limit; --set flow.stop_seconds={most} or less"
         )
     name = f"{config.run.name}.sbatch"
@@ -182,7 +193,8 @@ def render_kuberay(
     recipe: Recipe | None,
     stop_seconds: float,
 ) -> dict[str, str]:
-    """Render a RayCluster, or with a recipe a RayJob that runs it, with one pod per host of the inventory.
+    """Render a RayCluster, or with a recipe a RayJob that runs it, with one pod per host of the
+    inventory.
 
     Raises ConfigError if the inventory's hosts differ, and for a name that Kubernetes rejects.
     """
@@ -192,7 +204,8 @@ def render_kuberay(
     name = config.run.name.lower().replace("_", "-") if recipe else "dapo"
     if not _KUBERNETES_NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name={config.run.name} becomes {name}, which Kubernetes rejects as a name; rename the run"
+            f"run.name={config.run.name} becomes {name}, which Kubernetes rejects as a name; "
+            "rename the run"
         )
     options = ray_options(inventory, host)
     parameters = dict(option.removeprefix("--").split("=", 1) for option in options)
@@ -244,13 +257,15 @@ def _require_devices(inventory: Inventory, config: TrainingConfig, recipe: Recip
         return
     if config.train.device != inventory.device:
         raise ConfigError(
-            f"the recipe has train.device={config.train.device}, but the inventory has device={inventory.device}; "
+            f"the recipe has train.device={config.train.device}, but the inventory has "
+            f"device={inventory.device}; "
             "make them equal"
         )
     if config.train.backend == "own" and config.num_devices > inventory.num_devices:
         raise ConfigError(
             f"the recipe needs {config.num_devices} {inventory.resource}, but the inventory has "
-            f"{inventory.num_devices}: add hosts, or lower train.num_ranks={config.train.num_ranks} and "
+            f"{inventory.num_devices}: add hosts, or lower "
+            f"train.num_ranks={config.train.num_ranks} and "
             f"rollout.num_workers={config.rollout.num_workers}"
         )
 
@@ -281,14 +296,17 @@ def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
         for key in keys:
             if (here := getattr(host, key)) != (there := getattr(first, key)):
                 raise ConfigError(
-                    f"{option} starts all nodes alike, but {key} is {here or 'unset'} for {host.name} and "
+                    f"{option} starts all nodes alike, but {key} is {here or 'unset'} for "
+                    f"{host.name} and "
                     f"{there or 'unset'} for {first.name}; make them equal, or render --scripts"
                 )
     return first
 
 
 def _shell_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
-    """Return shell assignments: the node's interface and address, the table's variables, the inventory's."""
+    """Return shell assignments: the node's interface and address, the table's variables, the
+    inventory's.
+    """
     named = {
         name: form.format("$INTERFACE")
         for name, form in INTERFACE_VARIABLES[inventory.device].items()
@@ -326,7 +344,9 @@ def _quote_path(path: str) -> str:
 
 
 def remarks_of_env(inventory: Inventory) -> list[str]:
-    """Warn of variables that look like secrets: the rendered files contain their values in clear text."""
+    """Warn of variables that look like secrets: the rendered files contain their values in clear
+    text.
+    """
     variables = {
         name
         for host in inventory.hosts
@@ -336,7 +356,8 @@ def remarks_of_env(inventory: Inventory) -> list[str]:
     if not variables:
         return []
     return [
-        f"env has {', '.join(sorted(variables))}, which the files contain in clear text: remove it from env and "
+        f"env has {', '.join(sorted(variables))}, which the files contain in clear text: remove it "
+        "from env and "
         "set it on the nodes, or with valueFrom.secretKeyRef in pods."
     ]
 
@@ -364,7 +385,8 @@ def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> l
 
 def _remarks_of_files(config: TrainingConfig) -> list[str]:
     return [
-        f"{key}={path} is not in the pods: copy it into the claim, and set the key to its path below {STORE}."
+        f"{key}={path} is not in the pods: copy it into the claim, and set the key to its path "
+        f"below {STORE}."
         for key, path in _named_files(config.model_dump(exclude=_PATHS_IN_PODS))
         if not Path(path).is_relative_to(STORE) and not _is_in_image(Path(path))
     ]

@@ -1,4 +1,6 @@
-"""Ascend: devices from `npu-smi`, network ports from `hccn_tool`, versions of CANN and the driver from files."""
+"""Ascend: devices from `npu-smi`, network ports from `hccn_tool`, versions of CANN and the driver
+from files.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def devices() -> DevicesFound:
 def parse_devices(text: str) -> DevicesFound:
     """Parse the table of `npu-smi info`: two lines per chip, then the processes.
 
-    Columns differ between drivers 23 to 26 and models 910A to A3 and 310P. A3 has two chips per NPU and prints the
-    physical ID beside the chip; 310P prints a device number there and has no HBM column; the 950 has no chip.
+    Columns differ between drivers 23 to 26 and models 910A to A3 and 310P. A3 has two chips per NPU
+    and prints the physical ID beside the chip; 310P prints a device number there and has no HBM
+    column; the 950 has no chip.
     """
     version = _SMI_VERSION.search(text)
     states: list[tuple[Chip, DeviceState]] = []
@@ -153,7 +156,9 @@ def parse_link(number: str, texts: Mapping[str, str]) -> LinkState:
 
 
 def cann_version(environment: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the version of the CANN toolkit that the environment names, else of the one below `root`."""
+    """Return the version of the CANN toolkit that the environment names, else of the one below
+    `root`.
+    """
     named = (environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"))
     for folder in (
         *map(Path, filter(None, named)),

@@ -37,8 +37,9 @@ def devices() -> DevicesFound:
 def parse(gpus: str, apps: str = "") -> DevicesFound:
     """Parse rows of FIELDS, with or without NEWER, and of gpu_uuid, pid, process_name, used_memory.
 
-    Drivers print [N/A], [Not Supported], [Insufficient Permissions] or ERR! for a missing number, and report no
-    memory for a whole GPU under MIG. A GPU that fell off the bus is a sentence instead of a row.
+    Drivers print [N/A], [Not Supported], [Insufficient Permissions] or ERR! for a missing number,
+    and report no memory for a whole GPU under MIG. A GPU that fell off the bus is a sentence
+    instead of a row.
     """
     unread: list[str] = []
     processes: dict[str, list[DeviceProcess]] = {}
