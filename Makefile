@@ -77,7 +77,7 @@ files: $(INSTALLED) ## generate docs/files.md
 keys: $(INSTALLED) ## generate docs/keys.md
 	$(BIN)/dapo config explain --page > docs/keys.md
 
-requirements: $(INSTALLED) ## generate requirements/ from dapo_core/versions.yaml
+requirements: $(INSTALLED) ## generate requirements/ from dapo_core/machine/versions.yaml
 	$(BIN)/python -m tests.requirement_files
 
 from-verl: $(INSTALLED) ## generate docs/from-verl.md

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_core.balance import balance_over_ranks, workload
+from dapo_core.algorithm.balance import balance_over_ranks, workload
 
 Balance = Callable[[np.ndarray, int], list[np.ndarray]]
 NUM_ROUNDS = 9  # of longest first; Karmarkar-Karp runs once

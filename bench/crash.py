@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dapo_core.checkpoint.folder import latest_checkpoint
-from dapo_core.metrics import METRICS_FILE
+from dapo_core.metrics.step import METRICS_FILE
 from durable import read_json_lines
 from tasks.execution.command import dapo_command
 from tasks.processes import supervisor

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dapo_core.config.training import PromptsConfig
-from dapo_core.pretrained import load_tokenizer
-from dapo_core.tokenizing import tokenized_prompts
+from dapo_core.draw.tokenizing import tokenized_prompts
+from dapo_core.model.pretrained import load_tokenizer
 from eval.problems.files import iterate_problems
 from eval.problems.items import Problem
 from eval.problems.registry import find_set

@@ -71,9 +71,9 @@ def main() -> None:
 
 def build_recipe_model(path: Path) -> Path:
     """The CPU recipe's model after a short warm-up."""
-    from dapo_core.arithmetic import generate_problems
     from dapo_core.config.warm_start import WarmStartConfig
-    from dapo_core.warm_start import build_model
+    from dapo_core.demo.arithmetic import generate_problems
+    from dapo_core.demo.warm_start import build_model
 
     rows, _ = generate_problems(num_train=2000, num_eval=1, max_level=2, seed=0)
     build_model(rows, path, WarmStartConfig(num_steps=WARM_UP_STEPS), seed=0)
@@ -82,8 +82,8 @@ def build_recipe_model(path: Path) -> Path:
 
 def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
     """Token ids of prompts of the CPU recipe."""
-    from dapo_core.arithmetic import generate_problems
-    from dapo_core.pretrained import load_tokenizer
+    from dapo_core.demo.arithmetic import generate_problems
+    from dapo_core.model.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model_path)
     rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)

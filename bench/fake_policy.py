@@ -21,16 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from dapo_core.batch import Batch, RankShare
+from dapo_core.algorithm.batch import Batch, RankShare
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
-from dapo_core.device import device_for
-from dapo_core.loss import LossTotals
+from dapo_core.machine.device import device_for
+from dapo_core.model.pretrained import empty_causal_lm
 from dapo_core.policy import log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.packing import PackedRow
-from dapo_core.pretrained import empty_causal_lm
 
 TOTAL = "Total"
 ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")

@@ -129,7 +129,7 @@ def write_checkpoints(folder: Path, model_files: Path) -> tuple[Path, Path]:
     from dapo_core.checkpoint.manifest import write_manifest
     from dapo_core.checkpoint.shards import _Writer
     from dapo_core.merge.verification import empty_model
-    from dapo_core.parameter_names import tied_names
+    from dapo_core.model.names import tied_names
 
     model = empty_model(model_files)
     generator = torch.Generator().manual_seed(0)

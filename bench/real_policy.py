@@ -60,8 +60,8 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
     import torch
     from fake_policy import rows
 
+    from dapo_core.algorithm.loss import LossTotals
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.loss import LossTotals
     from dapo_core.policy.rank import Policy
 
     config = TrainingConfig.model_validate(settings)
@@ -93,7 +93,7 @@ def _warm_up(model_path: Path, config: Any) -> None:
     """Update a tiny policy to load libraries and start threads; its memory is freed again."""
     from fake_policy import rows
 
-    from dapo_core.loss import LossTotals
+    from dapo_core.algorithm.loss import LossTotals
     from dapo_core.policy.rank import Policy
 
     policy, share = Policy(model_path, config), rows(8, 8, 2)

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dapo_core.config.training import CustomRewardConfig, RewardConfig
-from dapo_core.pretrained import load_tokenizer
+from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import DATA_SOURCES, SCORERS, Score
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dapo_core.cluster.rollout_group import RolloutGroup
+    from dapo_core.draw.groups import GroupRequest
     from dapo_core.engines.base import Engine, Response
-    from dapo_core.groups import GroupRequest
 
 
 NUM_GROUPS, NUM_OPEN, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = (
@@ -69,9 +69,9 @@ def measure(engine: str, model_path: Path) -> tuple[list[Pass], list[Pass]]:
     from dapo_core.cluster.connection import connected_to_ray
     from dapo_core.cluster.placement import Demand, reserve
     from dapo_core.cluster.rollout_group import RolloutGroup
-    from dapo_core.data import Prompt
+    from dapo_core.draw.groups import GroupRequest
+    from dapo_core.draw.prompts import Prompt
     from dapo_core.engines.base import EnginePart
-    from dapo_core.groups import GroupRequest
     from flows.config import resolve_config
 
     rollout = {

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from dapo_core.config.sampler import SamplerConfig
-from dapo_core.data import Prompt, PromptStream
+from dapo_core.draw.groups import Group, GroupRequest, Rollout
+from dapo_core.draw.prompts import Prompt, PromptStream
+from dapo_core.draw.sampler import Draw, Sampler
 from dapo_core.engines.base import FinishReason, Response
-from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.reward.scorers import Verdict
-from dapo_core.sampler import Draw, Sampler
 
 LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response
 LOG_SIGMA = 0.6926  # of the log-normal with this mean and this share above the limit

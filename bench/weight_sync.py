@@ -30,13 +30,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dapo_core.device import device_for
-from dapo_core.policy.weight_source import WeightSource
-from dapo_core.weight_transfer.inbox import Delivery, Inbox, open_inbox
-from dapo_core.weight_transfer.links import Link, join_group, new_slots
-from dapo_core.weight_transfer.outbox import Outbox
-from dapo_core.weight_transfer.plan import WeightPlan, bucket_numel
-from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
+from dapo_core.machine.device import device_for
+from dapo_core.weights.inbox import Delivery, Inbox, open_inbox
+from dapo_core.weights.links import Link, join_group, new_slots
+from dapo_core.weights.outbox import Outbox
+from dapo_core.weights.plan import WeightPlan, bucket_numel
+from dapo_core.weights.proof import Loaded, merge_checksums, require_arrived
+from dapo_core.weights.source import WeightSource
 
 HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 3072, 32_000
 ATTENTION = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]

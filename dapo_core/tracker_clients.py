@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.environment import MLFLOW, set_defaults
+from dapo_core.machine.environment import MLFLOW, set_defaults
 from durable import leaves
 from redaction import redact
 

@@ -14,7 +14,7 @@ log.
 draw           The trainer waits for P groups with signal (sampler.py). Engines decode while workers score.
 anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until
 publish.
-publish        Rank 0 sends weights in buckets to all engine processes; checksums verify them (weight_transfer/).
+publish        Rank 0 sends weights in buckets to all engine processes; checksums verify them (weights/).
 keep           Ranks write their checkpoint shards to disk while the next step draws (checkpoint/).
 
 With train.placement=colocated, ranks and engines take turns on the same devices (turns.py). If an
@@ -29,29 +29,29 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core import metrics as measure
-from dapo_core.advantage import weigh
-from dapo_core.batch import Batch, Measured, build_batch, shuffled
+from dapo_core.algorithm.advantage import weigh
+from dapo_core.algorithm.batch import Batch, Measured, build_batch, shuffled
+from dapo_core.algorithm.compat import Compat
+from dapo_core.algorithm.kl import KLController
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
-from dapo_core.compat import Compat
-from dapo_core.device import device_for
-from dapo_core.engine_checks import probe_difference, require_sampled_alike
-from dapo_core.flops import ActorUtilization
-from dapo_core.kl import KLController
-from dapo_core.metrics import PhaseTimer
-from dapo_core.pretrained import load_model_config
-from dapo_core.rollout_metrics import correction_metrics
-from dapo_core.sampler import Draw, Sampler
-from dapo_core.stopping import StopRequest
+from dapo_core.draw.sampler import Draw, Sampler
+from dapo_core.machine.device import device_for
+from dapo_core.machine.stopping import StopRequest
+from dapo_core.metrics import step as measure
+from dapo_core.metrics.flops import ActorUtilization
+from dapo_core.metrics.mismatch import correction_metrics
+from dapo_core.metrics.step import PhaseTimer
+from dapo_core.model.pretrained import load_model_config
 from dapo_core.turns import Turns
+from dapo_core.weights.engine_checks import probe_difference, require_sampled_alike
 
 if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.data import PromptStream
+    from dapo_core.draw.prompts import PromptStream
     from dapo_core.policy.optimizer import Update
     from dapo_core.validation import Validation
 

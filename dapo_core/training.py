@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+from dapo_core.checkpoint.identity import training_identity
 from dapo_core.checkpoint.resume import (
     find_start,
     finish_if_done,
@@ -17,19 +18,18 @@ from dapo_core.checkpoint.resume import (
     require_resume,
     require_same_training,
 )
+from dapo_core.cluster.restarts import Restarts, continued_from
 from dapo_core.cluster.start import start_cluster
 from dapo_core.config.engine_args import require_known
-from dapo_core.data import Prompt, PromptStream
+from dapo_core.draw.prompts import Prompt, PromptStream
+from dapo_core.draw.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.errors import ConfigError
-from dapo_core.identity import training_identity
-from dapo_core.model_folder import require_model_folder, require_reference
-from dapo_core.model_sampling import with_model_sampling
+from dapo_core.machine.stopping import StopRequest, raising_stopped
+from dapo_core.model.folder import require_model_folder, require_reference
+from dapo_core.model.pretrained import load_model_config, load_tokenizer
+from dapo_core.model.sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
-from dapo_core.pretrained import load_model_config, load_tokenizer
-from dapo_core.restarts import Restarts, continued_from
 from dapo_core.reward.routing import require_scorers
-from dapo_core.stopping import StopRequest, raising_stopped
-from dapo_core.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.trackers import require_trackers, tracking
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.train import TrainConfig
-    from dapo_core.metrics import PhaseTimer
+    from dapo_core.metrics.step import PhaseTimer
 
 Phase = Literal["generate", "anchor", "update", "publish"]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_core.data import Prompt
-from dapo_core.draw_report import STALL_ADVICE
+from dapo_core.draw.groups import Group, GroupRequest, Rollout
+from dapo_core.draw.prompts import Prompt
+from dapo_core.draw.report import STALL_ADVICE
+from dapo_core.draw.tokenizing import tokenize_prompts
 from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
-from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.reward.routing import require_scorers
-from dapo_core.tokenizing import tokenize_prompts
 from durable import write_atomically
 from eval.problems.prompts import DEFAULT, find_template, make_messages
 from eval.problems.registry import OWN, read_held_out

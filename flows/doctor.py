@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.requirements import Requirement
 
-from dapo_core import versions
-from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
+from dapo_core.machine import versions
+from dapo_core.machine.device import accelerators
 from dapo_core.memory.devices import GIB, describe_bytes
 from durable import locked
 from flows.prefect_access import (

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_core.ports import free_ports
+from dapo_core.machine.ports import free_ports
 from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
 from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo_core.errors import ConfigError
-from dapo_core.ports import bind_fault, free_ports
+from dapo_core.machine.ports import bind_fault, free_ports
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_access import (
     AUTH_VARIABLES,

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 import downloads
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import files_to_fetch, require_model_folder
+from dapo_core.model.folder import files_to_fetch, require_model_folder
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
 from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
@@ -119,7 +119,7 @@ def fetch_model_files(
             if path.relative_to(folder).as_posix() not in kept:
                 path.unlink()
     if any(folder.glob("pytorch_model*.bin")):
-        from dapo_core.pickled_weights import convert_pickles
+        from dapo_core.model.pickled_weights import convert_pickles
 
         convert_pickles(folder)
     if model.chat_template is not None:
@@ -132,7 +132,7 @@ def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = 
     """Install a chat template in the model folder. Raises ModelError if it does not render a
     message.
     """
-    from dapo_core.pretrained import load_tokenizer
+    from dapo_core.model.pretrained import load_tokenizer
 
     target = folder / CHAT_TEMPLATE
     target.unlink(missing_ok=True)  # it may be a hard link into another folder

@@ -15,7 +15,7 @@ from dapo_core.checkpoint.others import other_digest
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model.folder import require_model_folder
 from dapo_core.reward.routing import require_scorers
 from downloads import Unreachable
 from eval.problems.prompts import DEFAULT, TEMPLATES
@@ -118,10 +118,10 @@ PREPARE_DATA = Stage(
         "tasks/data",
         "eval/problems",
         "eval/answers",
-        "dapo_core/arithmetic.py",
+        "dapo_core/demo/arithmetic.py",
         # checks that every data source has a scorer
         "dapo_core/reward",
-        "dapo_core/compat.py",
+        "dapo_core/algorithm/compat.py",
         # the data card
         "eval/pages.py",
         "eval/templates/data_card.md.j2",
@@ -131,7 +131,11 @@ PREPARE_DATA = Stage(
 BUILD_MODEL = Stage(
     name="fetch_model",
     sections=("run.seed", "model.source", "model.recipe"),
-    code=("dapo_core/arithmetic.py", "dapo_core/recipe_model.py", "dapo_core/warm_start.py"),
+    code=(
+        "dapo_core/demo/arithmetic.py",
+        "dapo_core/demo/recipe_model.py",
+        "dapo_core/demo/warm_start.py",
+    ),
     packages=("torch", "transformers", "tokenizers"),
 )
 # Fetched files are fixed by their commit, whatever code or packages fetch them.
@@ -160,8 +164,8 @@ EVALUATE_MODEL = Stage(
     code=(
         *ASKING,
         "tasks/serve_model",
-        "dapo_core/device.py",
-        "dapo_core/ports.py",
+        "dapo_core/machine/device.py",
+        "dapo_core/machine/ports.py",
         "dapo_core/engines/vllm_command.py",
         "dapo_core/engines/cpu_dtype.py",
     ),
@@ -209,7 +213,13 @@ TRAIN_POLICY = Stage(
 TRAIN_OTHER = replace(
     TRAIN_POLICY,
     sections=(*TRAIN_POLICY.sections, "external.strategy", "external.overrides"),
-    code=("interop", "dapo_core/reward", "dapo_core/compat.py", "eval/answers", "eval/problems"),
+    code=(
+        "interop",
+        "dapo_core/reward",
+        "dapo_core/algorithm/compat.py",
+        "eval/answers",
+        "eval/problems",
+    ),
     packages=(),
     versions=trainer_versions,
 )

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dapo_core.batch import Batch, build_batch
-from dapo_core.data import Prompt
-from dapo_core.groups import Group, Rollout
+from dapo_core.algorithm.batch import Batch, build_batch
+from dapo_core.draw.groups import Group, Rollout
+from dapo_core.draw.prompts import Prompt
 
 UNSCORED = float("nan")  # the reward of a response whose scorer timed out
 

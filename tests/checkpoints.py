@@ -16,11 +16,11 @@ from dapo_core.checkpoint.manifest import require_files, write_shards
 from dapo_core.checkpoint.metadata import METADATA_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
-from dapo_core.data import Prompt
-from dapo_core.digests import content_part
+from dapo_core.draw.groups import GroupRequest
+from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import Response
-from dapo_core.groups import GroupRequest
-from dapo_core.metrics import PhaseTimer
+from dapo_core.machine.digests import content_part
+from dapo_core.metrics.step import PhaseTimer
 from tests.batches import make_group
 from tests.configs import make_config
 

@@ -1,4 +1,4 @@
-"""Prints docs/files.md (`make files`): every source file with the first line of its docstring."""
+"""Prints docs/files.md (`make files`): every source file with the start of its docstring."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def file_list() -> str:
     lines = [
         "# Every file",
         "",
-        "Written by `make files` from the first line of each file's docstring.",
+        "Written by `make files` from the first sentence of each file's docstring.",
     ]
     for package in PACKAGES:
         lines += ["", f"## {package}", "", "| file | what it holds |", "|---|---|"]
         for path in sorted((PROJECT_ROOT / package).rglob("*.py")):
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             if path.name != "__init__.py":
-                phrase = docstring.partition("\n")[0].replace("|", "\\|")
+                phrase = " ".join(docstring.partition("\n\n")[0].split()).replace("|", "\\|")
                 lines.append(
                     f"| `{path.relative_to(PROJECT_ROOT / package).as_posix()}` | {phrase} |"
                 )

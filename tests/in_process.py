@@ -28,11 +28,11 @@ from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.start import Cluster, WeightTransfer, engine_settings
 from dapo_core.config.training import TrainingConfig
-from dapo_core.device import device_for
+from dapo_core.draw.rollout import RolloutWorker
 from dapo_core.engines.base import build_engine
+from dapo_core.machine.device import device_for
+from dapo_core.model.pretrained import load_model_config, load_tokenizer
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import load_model_config, load_tokenizer
-from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
-from dapo_core.ports import free_ports
+from dapo_core.machine.ports import free_ports
 from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from dapo_core.versions import VersionSet, sets
+from dapo_core.machine.versions import VersionSet, sets
 from tasks.artifacts.stage_key import PROJECT_ROOT
 
 FOLDER = PROJECT_ROOT / "requirements"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dapo_core.policy.rank import Policy
-from dapo_core.weight_transfer.plan import WeightPlan
+from dapo_core.weights.plan import WeightPlan
 
 
 class _RecordingOutbox:

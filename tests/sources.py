@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dapo_core.compat import OURS, Compat
+from dapo_core.algorithm.compat import OURS, Compat
 from dapo_core.config.sampler import SamplerConfig
-from dapo_core.data import Prompt, PromptStream
+from dapo_core.draw.groups import Group, GroupRequest
+from dapo_core.draw.prompts import Prompt, PromptStream
+from dapo_core.draw.sampler import Draw, Sampler
 from dapo_core.engines.base import FinishReason, Response
-from dapo_core.groups import Group, GroupRequest
-from dapo_core.sampler import Draw, Sampler
 from tests.batches import make_group
 
 RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_core.arithmetic import Row, generate_problems
 from dapo_core.config.warm_start import WarmStartConfig
-from dapo_core.warm_start import build_model
+from dapo_core.demo.arithmetic import Row, generate_problems
+from dapo_core.demo.warm_start import build_model
 from flows.config import Config, resolve_config
 
 NUM_PROBLEMS = 200

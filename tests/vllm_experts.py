@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from dapo_core.versions import installed
+from dapo_core.machine.versions import installed
 
 _IS_OLD = Version(installed("vllm") or "0") < Version("0.24")
 _HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text().split()

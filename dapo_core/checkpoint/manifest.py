@@ -20,9 +20,9 @@ from dapo_core.checkpoint.state import (
     read_state,
     read_state_without_groups,
 )
-from dapo_core.digests import CHECKPOINT_MANIFEST as MANIFEST_FILE
-from dapo_core.digests import Part, digest_of, file_parts
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import CHECKPOINT_MANIFEST as MANIFEST_FILE
+from dapo_core.machine.digests import Part, digest_of, file_parts
 from durable import write_atomically
 
 logger = logging.getLogger(__name__)

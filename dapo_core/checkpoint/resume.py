@@ -21,12 +21,12 @@ from dapo_core.checkpoint.folder import (
     step_folders,
     tidy,
 )
+from dapo_core.checkpoint.identity import refuse_other_training
 from dapo_core.checkpoint.manifest import verify_checkpoint
 from dapo_core.checkpoint.others import NEWEST_FILE, other_checkpoints
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
-from dapo_core.identity import refuse_other_training
-from dapo_core.metrics import METRICS_FILE, MetricsLog
+from dapo_core.metrics.step import METRICS_FILE, MetricsLog
 from dapo_core.trackers import TRACKERS_FILE
 from dapo_core.validation import GENERATIONS_FOLDER
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically

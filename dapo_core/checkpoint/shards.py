@@ -39,10 +39,10 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from dapo_core.checkpoint.manifest import write_shards
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
-from dapo_core.device import Device
-from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError
-from dapo_core.parameter_names import tied_names
+from dapo_core.machine.device import Device
+from dapo_core.machine.digests import Part, content_part
+from dapo_core.model.names import tied_names
 
 _RNG, _REFERENCE = "rng", "reference"
 _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)

@@ -13,10 +13,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dapo_core.data import Prompt
+from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
+from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.errors import CheckpointError
-from dapo_core.groups import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
 GROUPS_FILE = (

@@ -31,10 +31,10 @@ from dapo_core.checkpoint.folder import (
 from dapo_core.checkpoint.manifest import training_id, write_manifest
 from dapo_core.checkpoint.state import TrainerState, read_state_without_groups, state_files
 from dapo_core.config.loading import dump_config
-from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
-from dapo_core.model_folder import copy_model_files, model_files, weight_names
-from dapo_core.stopping import StopRequested
+from dapo_core.machine.digests import Part, content_part
+from dapo_core.machine.stopping import StopRequested
+from dapo_core.model.folder import copy_model_files, model_files, weight_names
 from durable import FULL_DISK_ERRORS, publish, sync, write_atomically
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ray.exceptions import AuthenticationError
 
 from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
-from dapo_core.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.machine.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from durable import is_full, is_locked, locked
 
 if TYPE_CHECKING:

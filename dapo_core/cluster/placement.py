@@ -19,7 +19,7 @@ from dapo_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.device import Device
+    from dapo_core.machine.device import Device
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,23 @@ import numpy as np
 import ray
 import torch
 
-from dapo_core.batch import Batch, Measured, RankShare, mini_batches, random_order, split_batch
+from dapo_core.algorithm.batch import (
+    Batch,
+    Measured,
+    RankShare,
+    mini_batches,
+    random_order,
+    split_batch,
+)
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
-from dapo_core.loss import LossTotals
 from dapo_core.policy.optimizer import Update
 from dapo_core.policy.profiling import PROFILES, trace_name
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.metrics import PhaseTimer
+    from dapo_core.metrics.step import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from dapo_core.cluster.actors import Actors
+from dapo_core.draw.groups import Group, GroupRequest
+from dapo_core.draw.rollout import Progress
 from dapo_core.errors import RolloutError
-from dapo_core.groups import Group, GroupRequest
-from dapo_core.rollout import Progress
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
 SILENCE_SECONDS = 1.0  # after which `finished` returns nothing

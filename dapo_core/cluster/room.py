@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dapo_core.cluster.started import AUTH_MODE, token_environment
 from dapo_core.errors import ConfigError, WorkerDied
-from dapo_core.ports import connect
+from dapo_core.machine.ports import connect
 from durable import end_with
 
 logger = logging.getLogger(__name__)

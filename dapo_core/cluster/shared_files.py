@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.cluster.every_node import finish, living_nodes, own_node, start_on
-from dapo_core.digests import file_digest
 from dapo_core.errors import ConfigError
-from dapo_core.model_folder import model_fingerprint
+from dapo_core.machine.digests import file_digest
+from dapo_core.model.folder import model_fingerprint
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig

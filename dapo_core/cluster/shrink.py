@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.device import Device
+    from dapo_core.machine.device import Device
 
 logger = logging.getLogger(__name__)
 

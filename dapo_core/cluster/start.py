@@ -26,23 +26,23 @@ from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.cluster.shrink import place_what_is_left
-from dapo_core.device import Device, device_for
+from dapo_core.draw.rollout import RolloutWorker
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError, counted
+from dapo_core.machine.device import Device, device_for
+from dapo_core.machine.ports import meeting_point
+from dapo_core.machine.versions import require_versions
+from dapo_core.model.pretrained import load_model_config, load_tokenizer
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_averages
-from dapo_core.ports import meeting_point
-from dapo_core.pretrained import load_model_config, load_tokenizer
-from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS
-from dapo_core.versions import require_versions
-from dapo_core.weight_transfer.inbox import open_inbox
-from dapo_core.weight_transfer.links import Link
-from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
+from dapo_core.weights.inbox import open_inbox
+from dapo_core.weights.links import Link
+from dapo_core.weights.proof import Loaded, merge_checksums, require_arrived
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.weight_transfer.plan import WeightPlan
+    from dapo_core.weights.plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dapo_core.compat import Compat
+from dapo_core.algorithm.compat import Compat
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.rollout import RolloutConfig

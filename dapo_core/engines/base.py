@@ -16,7 +16,7 @@ from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
 if TYPE_CHECKING:
     import torch
 
-    from dapo_core.weight_transfer.inbox import Inbox
+    from dapo_core.weights.inbox import Inbox
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -148,7 +148,7 @@ class Engine(ABC):
         optional: Collection[str],
     ) -> None:
         """`shapes` maps all tensors by Hugging Face name; `optional` tensors are copies of others."""
-        from dapo_core.weight_transfer.proof import Loaded  # imports torch
+        from dapo_core.weights.proof import Loaded  # imports torch
 
         self.settings = settings
         self.policy_version = 0
@@ -195,8 +195,8 @@ class Engine(ABC):
         Receives all buckets even if loading fails, since the ranks and other engines wait for that.
         Raises RolloutError like `load_weights`.
         """
-        from dapo_core.weight_transfer.inbox import Delivery
-        from dapo_core.weight_transfer.proof import Loaded
+        from dapo_core.weights.inbox import Delivery
+        from dapo_core.weights.proof import Loaded
 
         assert self.inbox is not None, "the engine's process is not connected to the policy ranks"
         delivery = Delivery(self.inbox, self.keeps_weights)

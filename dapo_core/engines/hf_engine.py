@@ -27,9 +27,9 @@ from dapo_core.engines.base import (
     read_eos_ids,
 )
 from dapo_core.errors import RolloutError
-from dapo_core.model_folder import weight_names
-from dapo_core.parameter_names import file_views, tied_names
-from dapo_core.pretrained import load_causal_lm
+from dapo_core.model.folder import weight_names
+from dapo_core.model.names import file_views, tied_names
+from dapo_core.model.pretrained import load_causal_lm
 from dapo_core.turns import WEIGHTS
 
 PREFILL_TOKENS = 8192  # per wave, including padding

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from safetensors import safe_open
 
-from dapo_core.device import device_for
 from dapo_core.engines.base import (
     Engine,
     EnginePart,
@@ -27,8 +26,14 @@ from dapo_core.engines.base import (
     Row,
     read_eos_ids,
 )
-from dapo_core.environment import VLLM_IN_PROCESS, VLLM_PARTS_ON_CPU, VLLM_QUIET, set_defaults
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.machine.device import device_for
+from dapo_core.machine.environment import (
+    VLLM_IN_PROCESS,
+    VLLM_PARTS_ON_CPU,
+    VLLM_QUIET,
+    set_defaults,
+)
 
 HEAD = "lm_head.weight"
 CPU_BLOCK_TOKENS = (
@@ -99,7 +104,7 @@ class VllmEngine(Engine):
         self._engine.abort_request(list(request_ids))
 
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from dapo_core.engines import vllm_transfer
+        from dapo_core.weights import vllm_transfer
 
         vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
@@ -242,8 +247,8 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
             shapes.update(
-                {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-            )  # noqa: SIM118
+                {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            )
     if not shapes:
         raise ModelError(
             f"{model_path} has no *.safetensors; set model.path to a folder with safetensors "
@@ -272,7 +277,7 @@ def _start(
             set_defaults(VLLM_PARTS_ON_CPU)
     from vllm import EngineArgs
 
-    from dapo_core.engines import vllm_transfer
+    from dapo_core.weights import vllm_transfer
 
     parts: dict[str, Any] = (
         {} if part is None else {"distributed_executor_backend": "external_launcher"}

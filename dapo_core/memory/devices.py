@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from dapo_core.device import peak_flops
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import peak_flops
 
 MIB, GIB = 1024**2, 1024**3
 DRIVER_BYTES = (

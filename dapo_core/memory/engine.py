@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB
 
 if TYPE_CHECKING:

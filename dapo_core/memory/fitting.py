@@ -146,10 +146,8 @@ def _sequences(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 
 def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    keys = (
-        "offload_activations",
-        () if config.train.is_colocated else ("offload_optimizer", "offload_parameters"),
-    )
+    states = () if config.train.is_colocated else ("offload_optimizer", "offload_parameters")
+    keys = ("offload_activations", *states)
     for key in keys:
         if not getattr(config.train, key) and config.train.device != "cpu":
             yield {f"train.{key}": True}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB, Limit
 from dapo_core.memory.engine import EngineMemory, engine_memory, longest_sequence
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from dapo_core.memory.engine import longest_sequence
 
 if TYPE_CHECKING:

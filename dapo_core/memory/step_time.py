@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import (
     DECODING_SHARE,
     NETWORK_SHARE,
@@ -181,7 +181,7 @@ def calibrate(
 
 
 def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
-    """Return the operations of a forward pass, counted like dapo_core.flops.training_flops.
+    """Return the operations of a forward pass, counted like dapo_core.metrics.flops.training_flops.
 
     `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with
     logits.

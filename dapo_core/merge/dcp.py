@@ -23,10 +23,10 @@ from dapo_core.checkpoint.folder import (
 from dapo_core.checkpoint.manifest import MANIFEST_FILE, Manifest, require_files
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
 from dapo_core.checkpoint.state import STATE_FILE, read_state_without_groups
-from dapo_core.digests import Part
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import Part
 from dapo_core.merge.sources import Block, StoredTensor
-from dapo_core.parameter_names import FilePiece, file_pieces
+from dapo_core.model.names import FilePiece, file_pieces
 
 CheckpointChoice = Literal["latest", "best"]  # which checkpoint of a training output
 MODEL_PREFIX = "model."

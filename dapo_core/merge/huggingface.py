@@ -10,8 +10,8 @@ from typing import Any
 
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge.sources import DTYPE_CODES, Block, StoredTensor
-from dapo_core.model_folder import require_model_folder, weight_files
-from dapo_core.parameter_names import FilePiece
+from dapo_core.model.folder import require_model_folder, weight_files
+from dapo_core.model.names import FilePiece
 
 MAX_HEADER_BYTES = 100 * 1024**2  # safetensors' own bound
 # Without float8, for which torch has no isfinite.

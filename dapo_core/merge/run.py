@@ -35,8 +35,8 @@ from dapo_core.merge.writer import (
     write_index,
     write_manifest,
 )
-from dapo_core.model_folder import copy_model_files
-from dapo_core.parameter_names import COMPUTED_BUFFERS, tied_names
+from dapo_core.model.folder import copy_model_files
+from dapo_core.model.names import COMPUTED_BUFFERS, tied_names
 from durable import LockHeld, is_locked, locked, publish, read_holder
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from blake3 import blake3
 from zlib_ng import zlib_ng  # ten times as fast as zlib's CRC
 
-from dapo_core.digests import CHUNK_BYTES
 from dapo_core.errors import CheckpointError
-from dapo_core.parameter_names import FilePiece
+from dapo_core.machine.digests import CHUNK_BYTES
+from dapo_core.model.names import FilePiece
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.digests import Part, file_parts
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import Part, file_parts
 from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
-from dapo_core.model_folder import MERGE_MANIFEST
-from dapo_core.parameter_names import expert_pieces, file_pieces, match_files, sample_of, tied_names
-from dapo_core.pretrained import load_model_config
+from dapo_core.model.folder import MERGE_MANIFEST
+from dapo_core.model.names import expert_pieces, file_pieces, match_files, sample_of, tied_names
+from dapo_core.model.pretrained import load_model_config
 
 if TYPE_CHECKING:
     import torch

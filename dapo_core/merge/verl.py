@@ -21,7 +21,7 @@ from dapo_core.checkpoint.archive import read_records
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, refuse_links
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
-from dapo_core.parameter_names import FilePiece, expert_pieces
+from dapo_core.model.names import FilePiece, expert_pieces
 
 if TYPE_CHECKING:
     import torch

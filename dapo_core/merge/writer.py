@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from dapo_core.digests import Part, content_part, digest_of, file_digest, num_threads
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import Part, content_part, digest_of, file_digest, num_threads
 from dapo_core.merge.sources import DTYPE_CODES, Block, Source
-from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
-from dapo_core.parameter_names import FilePiece
+from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST
+from dapo_core.model.names import FilePiece
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from dapo_core.device import device_for
 from dapo_core.errors import ModelError
+from dapo_core.machine.device import device_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dapo_core.device import Device
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import Device
 
 Operation = Callable[..., torch.Tensor]
 ARCHITECTURES = (

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dapo_core.device import Device
 from dapo_core.errors import ModelError
+from dapo_core.machine.device import Device
 from dapo_core.policy.attention import PACKED_ATTENTION
 from dapo_core.policy.model import OTHER_MODEL, load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from dapo_core.device import Device
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import weight_files
-from dapo_core.parameter_names import (
+from dapo_core.machine.device import Device
+from dapo_core.model.folder import weight_files
+from dapo_core.model.names import (
     COMPUTED_BUFFERS,
     FilePiece,
     file_pieces,
@@ -32,8 +32,8 @@ from dapo_core.parameter_names import (
     sample_of,
     tied_names,
 )
+from dapo_core.model.pretrained import empty_causal_lm
 from dapo_core.policy.kernels import install_kernels
-from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dapo_core.device import Device
+from dapo_core.machine.device import Device
 from dapo_core.policy.model import HOST, local_part, reshard
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 

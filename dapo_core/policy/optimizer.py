@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dapo_core.batch import Measured
-from dapo_core.loss import LossSums
+from dapo_core.algorithm.batch import Measured
+from dapo_core.algorithm.loss import LossSums
 from dapo_core.policy.nan_guard import ADVICE, Fault
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dapo_core.batch import Batch, Measured, RankShare
-from dapo_core.loss import LossTokens
+from dapo_core.algorithm.batch import Batch, Measured, RankShare
+from dapo_core.algorithm.correction import importance_weights
+from dapo_core.algorithm.loss import LossTokens
 from dapo_core.policy.attention import Packing
-from dapo_core.rollout_correction import importance_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dapo_core.device import Device
+from dapo_core.machine.device import Device
 
 PROFILES = "profiles"  # folder in the training output
 

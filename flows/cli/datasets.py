@@ -74,8 +74,8 @@ def show(
     settings = load_config_or_defaults(None, [*(overrides or ()), chosen])
     tokenizer = None
     if model is not None:
-        from dapo_core.model_folder import require_model_folder
-        from dapo_core.pretrained import load_tokenizer
+        from dapo_core.model.folder import require_model_folder
+        from dapo_core.model.pretrained import load_tokenizer
 
         require_model_folder(model)
         tokenizer = load_tokenizer(model, settings.model.trust_remote_code)

@@ -80,8 +80,8 @@ def fetch_model(
 def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
     # Set before importing torch: spinning threads starve each other on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from dapo_core.demo.warm_start import build_model
     from dapo_core.errors import ConfigError
-    from dapo_core.warm_start import build_model
     from eval.problems.files import iterate_rows
 
     if data is None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dapo_core.digests import file_digest
 from dapo_core.errors import DapoError
+from dapo_core.machine.digests import file_digest
 from durable import write_atomically
 
 MANIFEST_NAME = "manifest.json"

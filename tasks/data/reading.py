@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.arithmetic import generate_problems
+from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import routes, scorer_name
 from eval.problems import ProblemsError

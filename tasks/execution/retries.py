@@ -6,7 +6,7 @@ import copy
 import logging
 from typing import Any
 
-from dapo_core.stopping import TrainingStopped
+from dapo_core.machine.stopping import TrainingStopped
 from redaction import redact
 from tasks.processes.child import ChildProcessFailed
 from tasks.serve_model.failure import ServeError

@@ -13,7 +13,7 @@ from pathlib import Path
 from dapo_core.checkpoint.others import NEWEST_FILE, OtherCheckpoint
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.merge.run import other_in
-from dapo_core.model_folder import copy_model_files
+from dapo_core.model.folder import copy_model_files
 from tasks.config import ChainConfig
 from tasks.external.environment import interpreter, trainer_env
 from tasks.external.launch import TRAINER_FOLDER

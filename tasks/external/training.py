@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folders
+from dapo_core.checkpoint.identity import refuse_other_training, training_identity
 from dapo_core.checkpoint.others import (
     NEWEST_FILE,
     OtherCheckpoint,
@@ -26,12 +27,11 @@ from dapo_core.checkpoint.others import (
     other_checkpoints,
 )
 from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_resume
-from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError, ConfigError
-from dapo_core.identity import refuse_other_training, training_identity
-from dapo_core.metrics import METRICS_FILE, MetricsLog, format_step
-from dapo_core.model_folder import copy_model_files, require_model_folder
-from dapo_core.stopping import StopRequest, raising_stopped
+from dapo_core.machine.digests import file_digest
+from dapo_core.machine.stopping import StopRequest, raising_stopped
+from dapo_core.metrics.step import METRICS_FILE, MetricsLog, format_step
+from dapo_core.model.folder import copy_model_files, require_model_folder
 from dapo_core.trackers import TRACKERS_FILE, require_trackers, tracking
 from durable import read_json_lines, write_atomically
 from interop.logs import LogParser, Record

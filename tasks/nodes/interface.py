@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from dapo_core.errors import DapoError
-from dapo_core.ports import bind_fault, connect, is_ipv6
+from dapo_core.machine.ports import bind_fault, connect, is_ipv6
 from tasks.preflight.interfaces import is_virtual
 
 DEFAULT_ROUTE = "203.0.113.1"  # TEST-NET-3, never assigned: only the default route leads there

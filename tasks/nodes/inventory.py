@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 
 from dapo_core.config.fields import Section
 from dapo_core.config.loading import TEMPLATE_WORDS, placeholders, read_tree, requirement
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import device_for
 from downloads.nearest import nearest
 from tasks.config import ChainConfig
 

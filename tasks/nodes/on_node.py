@@ -41,7 +41,7 @@ from dapo_core.cluster.started import (
     clusters_folder,
 )
 from dapo_core.errors import WorkerDied
-from dapo_core.ports import free_ports
+from dapo_core.machine.ports import free_ports
 from tasks.nodes.interface import (
     NoInterfaceError,
     interface_of,

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import device_for
 from tasks.nodes.inventory import SSH, Inventory, read, resolve
 
 # Runs an overlapping step on a node of the job. If SLURM tracks processes by cgroup, Ray would end

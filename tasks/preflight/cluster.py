@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.cluster.room import ANSWER_SECONDS, Room, ask_cluster
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, ModelError, WorkerDied
+from dapo_core.machine.device import device_for
+from dapo_core.machine.ports import connect
+from dapo_core.machine.versions import stack
 from dapo_core.memory.devices import Limit
-from dapo_core.ports import connect
-from dapo_core.versions import stack
 from tasks.config import ChainConfig
 from tasks.preflight import nodes as checks
 from tasks.preflight.environment import conditions_of

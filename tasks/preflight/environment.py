@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from dapo_core.config.loading import TEMPLATE_WORDS
 from dapo_core.config.training import TrainingConfig
-from dapo_core.versions import installed
+from dapo_core.machine.versions import installed
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.preflight.interfaces import INTERFACE_VARIABLES, is_virtual
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, DapoError
+from dapo_core.machine.device import device_for
+from dapo_core.machine.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from dapo_core.memory.devices import GIB, describe_bytes
 from dapo_core.memory.plan import Disk, disk_plan
 from dapo_core.trackers import require_trackers
-from dapo_core.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from downloads import DownloadError
 from eval import EvaluationError
 from tasks.artifacts.artifact import Artifact

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.config.training import TrainingConfig
-from dapo_core.device import device_for
+from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.errors import ConfigError, ModelError
+from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB, Limit, find_device
 from dapo_core.memory.fitting import Root, changed, describe, smallest_change
 from dapo_core.memory.plan import MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
-from dapo_core.recipe_model import recipe_config
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings

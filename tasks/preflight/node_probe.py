@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from dapo_core.ports import meeting_point
-from dapo_core.versions import installed, stack
+from dapo_core.machine.ports import meeting_point
+from dapo_core.machine.versions import installed, stack
 from tasks.artifacts.stage_key import code_digest
 from tasks.preflight.environment import NODE, chosen_addresses, lint_under
 from tasks.preflight.vendor_tools import ascend, nvidia
@@ -91,7 +91,7 @@ def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] 
     """
     if device not in TOOLS:
         return None
-    from dapo_core.device import device_for
+    from dapo_core.machine.device import device_for
 
     found: DevicesFound = TOOLS[device]()
     variable = device_for(device).visible_variable
@@ -278,8 +278,8 @@ def all_reduce(rank: int, meeting_point: str, kind: str, max_seconds: float) -> 
     import torch
     from torch import distributed
 
-    from dapo_core.device import device_for
     from dapo_core.errors import ConfigError
+    from dapo_core.machine.device import device_for
 
     device = device_for(kind)
     device.prepare(os.environ, is_shared=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from dapo_core.machine.versions import set_of, sets, unknown_set
 from dapo_core.memory.devices import GIB, describe_bytes, find_device, usable_bytes
-from dapo_core.versions import set_of, sets, unknown_set
 from tasks.preflight.environment import MIN_OPEN_FILES, Variable, faults
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from dapo_core.draw.tokenizing import require_template_reads
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
-from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
@@ -96,8 +96,7 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
     """Check that each data source's scorer accepts its gold answers in the form its prompts ask
     for.
     """
-    # type: dict[str, list[Problem]]
-    sources = {str(problem.data_source): [] for problem in problems}
+    sources: dict[str, list[Problem]] = {str(one.data_source): [] for one in problems}
     for problem in problems:
         if len(chosen := sources[str(problem.data_source)]) < NUM_SCORED:
             chosen.append(problem)

@@ -8,14 +8,14 @@ import logging
 import os
 from pathlib import Path
 
-from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.engine_args import require_known
 from dapo_core.config.fields import known_fields
 from dapo_core.config.loading import dump_config
 from dapo_core.config.training import TrainingConfig
+from dapo_core.demo.arithmetic import is_generated
 from dapo_core.errors import DapoError
-from dapo_core.model_folder import require_reference
+from dapo_core.model.folder import require_reference
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from durable import leaves

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from dapo_core.device import device_for
 from dapo_core.engines.base import GenerationRequest, Response, build_engine
 from dapo_core.errors import ModelError
-from dapo_core.pretrained import load_tokenizer
+from dapo_core.machine.device import device_for
+from dapo_core.model.pretrained import load_tokenizer
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.failure import ServeError

@@ -30,7 +30,7 @@ from typing import Any
 
 import durable
 from dapo_core.errors import DapoError
-from dapo_core.stopping import ECHO_SECONDS
+from dapo_core.machine.stopping import ECHO_SECONDS
 from redaction import is_secret, redact
 from tasks.processes import supervisor
 from tasks.processes.supervisor import KILL, STOP

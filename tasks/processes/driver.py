@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import WorkerDied
-from dapo_core.stopping import SIGNALS, StopRequest, raising_stopped
+from dapo_core.machine.stopping import SIGNALS, StopRequest, raising_stopped
 from tasks.processes.child import describe_exit
 from tasks.processes.supervisor import (
     KILL_SECONDS,
@@ -31,8 +31,8 @@ from tasks.processes.supervisor import (
 )
 
 if TYPE_CHECKING:
+    from dapo_core.cluster.restarts import Restarts
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.restarts import Restarts
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
     # blocks.
     from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
     from dapo_core.checkpoint.resume import MODES
-    from dapo_core.restarts import Restarts, continued_from
+    from dapo_core.cluster.restarts import Restarts, continued_from
 
     folder, resume = output / CHECKPOINTS, config.checkpoint.resume
     restarts = waiting.restarts = Restarts(

@@ -14,8 +14,8 @@ import psutil
 import yaml
 
 from dapo_core.config.fields import known_fields
-from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import accelerators
 from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN

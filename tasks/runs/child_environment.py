@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dapo_core.cluster.started import AUTH_TOKEN
-from dapo_core.environment import WORKERS, Given, given_by_training
+from dapo_core.machine.environment import WORKERS, Given, given_by_training
 from interop.render import trainers
 from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig

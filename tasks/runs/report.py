@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dapo_core.draw.tokenizing import LENGTHS_FILE
 from dapo_core.errors import DapoError, counted
-from dapo_core.metrics import METRICS_FILE
+from dapo_core.metrics.step import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
-from dapo_core.tokenizing import LENGTHS_FILE
 from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError
 from eval import EvaluationError

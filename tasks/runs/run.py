@@ -19,7 +19,7 @@ from typing import Any
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
-from dapo_core.model_folder import require_reference
+from dapo_core.model.folder import require_reference
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
 from eval.problems.prompts import find_template

@@ -10,7 +10,7 @@ from typing import Any
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
+from dapo_core.model.folder import INDEX_FILE, require_model_folder, weight_files
 from tasks.config.serve import ServeConfig
 
 _LENGTH_KEYS = (

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
-from dapo_core.ports import bind_fault, free_ports, is_ipv6
+from dapo_core.machine.device import Device, device_for
+from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
 from tasks.serve_model.checks import is_half_precision

@@ -17,7 +17,7 @@ import prefect.settings
 import pytest
 import yaml
 
-from dapo_core.ports import free_ports
+from dapo_core.machine.ports import free_ports
 from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
 from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE

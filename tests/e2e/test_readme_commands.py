@@ -18,10 +18,10 @@ import httpx
 import pytest
 import torch
 
-from dapo_core.batch import Batch, split_batch
-from dapo_core.metrics import METRICS_FILE
+from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.machine.ports import free_ports
+from dapo_core.metrics.step import METRICS_FILE
 from dapo_core.policy.rank import Policy
-from dapo_core.ports import free_ports
 from durable import read_json_lines
 from tests.batches import random_batch
 from tests.configs import make_config

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from dapo_core.ports import free_ports
+from dapo_core.machine.ports import free_ports
 from flows.prefect_access import ServicesError, is_healthy, own_addresses
 from flows.prefect_server import named_api
 from flows.services import bring_up, read_deployments, take_down

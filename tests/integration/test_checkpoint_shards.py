@@ -20,15 +20,15 @@ import pytest
 import ray
 import torch
 
-from dapo_core.batch import RankShare, split_batch
+from dapo_core.algorithm.batch import RankShare, split_batch
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.checkpoint.shards import Shards, _Writer
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.start import _PolicyRank
-from dapo_core.device import Cpu
 from dapo_core.errors import CheckpointError
-from dapo_core.loss import LossTotals
+from dapo_core.machine.device import Cpu
 from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
 from dapo_core.turns import OF_RANKS

@@ -25,14 +25,14 @@ from ray.exceptions import (
 )
 
 import dapo_core.cluster.actors
-from dapo_core.batch import Batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.cluster.actors import Actors, death_reason
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.start import Cluster, start_cluster
-from dapo_core.data import Prompt
+from dapo_core.draw.groups import GroupRequest
+from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
-from dapo_core.groups import GroupRequest
 from flows.config import Config
 from tasks.processes.supervisor import descendants
 from tests.batches import random_batch

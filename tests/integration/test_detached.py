@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.stopping import ECHO_SECONDS
+from dapo_core.machine.stopping import ECHO_SECONDS
 from durable import is_locked
 from tasks.execution.retries import is_lasting, shortened
 from tasks.processes import detached, supervisor

@@ -23,7 +23,7 @@ SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from dapo_core.errors import WorkerDied
-from dapo_core.stopping import StopRequest
+from dapo_core.machine.stopping import StopRequest
 from flows.console import print_messages
 from tasks.processes.driver import forked_driver
 from tests.configs import make_config

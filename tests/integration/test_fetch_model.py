@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dapo_core.errors import ModelError
-from dapo_core.pretrained import load_tokenizer
+from dapo_core.model.pretrained import load_tokenizer
 from downloads import Offline, Unreachable
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact

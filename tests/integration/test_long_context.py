@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dapo_core.batch import Batch, build_batch, split_batch
-from dapo_core.loss import LossTotals
+from dapo_core.algorithm.batch import Batch, build_batch, split_batch
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
 from dapo_core.policy.optimizer import Update

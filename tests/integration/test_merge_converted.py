@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from dapo_core.checkpoint.others import NEWEST_FILE, newest_other, other_checkpoints
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.model_folder import MERGE_MANIFEST, copy_model_files
+from dapo_core.model.folder import MERGE_MANIFEST, copy_model_files
 from flows.config import Config
 from tasks.external.conversion import converted
 from tests.configs import make_config

@@ -22,12 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
 from dapo_core.checkpoint.state import state_files
-from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import file_digest
 from dapo_core.merge.run import merge_checkpoint, open_source, remove_leftovers
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
-from dapo_core.model_folder import MERGE_MANIFEST
+from dapo_core.model.folder import MERGE_MANIFEST
 from durable import locked
 from tests.checkpoints import make_state
 from tests.ranks import run_ranks

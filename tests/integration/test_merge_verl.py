@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
+from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST
 from tests.checkpoints import Harmful
 from tests.verl_folders import Case, load_weights, write_folders
 

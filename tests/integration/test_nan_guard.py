@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.batch import Batch, Measured, split_batch
+from dapo_core.algorithm.batch import Batch, Measured, split_batch
+from dapo_core.algorithm.loss import LossSums, LossTotals
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
-from dapo_core.loss import LossSums, LossTotals
 from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault
 from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy

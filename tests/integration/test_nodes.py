@@ -22,8 +22,8 @@ from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_t
 from dapo_core.cluster.placement import Demand, place_roles, reserve
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.config.train import TrainConfig
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import device_for
 from dapo_core.training import train
 from flows.config import load_config
 from tasks.preflight.cluster import check_cluster

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dapo_core.batch import split_batch
+from dapo_core.algorithm.batch import split_batch
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.train import TrainConfig
-from dapo_core.device import Device, device_for
-from dapo_core.loss import LossTotals
+from dapo_core.machine.device import Device, device_for
+from dapo_core.model.pretrained import load_model_config
 from dapo_core.policy.model import load_sharded
 from dapo_core.policy.offload import Transfers, move_model, move_optimizer
 from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import load_model_config
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config
 from tests.batches import random_batch

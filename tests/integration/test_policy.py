@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dapo_core.batch import Batch, split_batch
+from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.correction import importance_weights
+from dapo_core.algorithm.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.policy.rank import Policy
-from dapo_core.rollout_correction import importance_weights
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config

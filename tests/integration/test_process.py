@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dapo_core.stopping import ECHO_SECONDS
+from dapo_core.machine.stopping import ECHO_SECONDS
 from flows import prefect_server
 from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command

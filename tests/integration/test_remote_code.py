@@ -18,8 +18,13 @@ import torch
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge.verification import empty_model
+from dapo_core.model.pretrained import (
+    empty_causal_lm,
+    load_causal_lm,
+    load_model_config,
+    load_tokenizer,
+)
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import empty_causal_lm, load_causal_lm, load_model_config, load_tokenizer
 from dapo_core.training import train
 from flows.config import resolve_config
 from tasks.serve_model.command import serve_command

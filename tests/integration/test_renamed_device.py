@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.batch import Batch, split_batch
-from dapo_core.device import device_for
-from dapo_core.loss import LossTotals
+from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.loss import LossTotals
+from dapo_core.machine.device import device_for
 from dapo_core.policy.rank import Policy
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo_core.batch import Batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack

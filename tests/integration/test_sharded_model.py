@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from dapo_core.config.train import TrainConfig
-from dapo_core.device import device_for
 from dapo_core.errors import ModelError
+from dapo_core.machine.device import device_for
 from dapo_core.merge.writer import shard_name
-from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE
+from dapo_core.model.folder import INDEX_FILE, SINGLE_FILE
 from dapo_core.policy.model import load_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, build_tiny

@@ -10,14 +10,14 @@ import ray
 import torch
 
 import dapo_core.cluster.actors
-from dapo_core.batch import Batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.cluster.start import Cluster, start_cluster
-from dapo_core.data import Prompt
-from dapo_core.engine_checks import probe_difference
+from dapo_core.draw.groups import GroupRequest
+from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import WorkerDied
-from dapo_core.groups import GroupRequest
-from dapo_core.metrics import PhaseTimer
+from dapo_core.metrics.step import PhaseTimer
 from dapo_core.turns import Turns
+from dapo_core.weights.engine_checks import probe_difference
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of

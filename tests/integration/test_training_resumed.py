@@ -19,8 +19,8 @@ from dapo_core import training
 from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
-from dapo_core.metrics import METRICS_FILE
-from dapo_core.stopping import TrainingStopped
+from dapo_core.machine.stopping import TrainingStopped
+from dapo_core.metrics.step import METRICS_FILE
 from dapo_core.trackers import TRACKERS_FILE
 from dapo_core.training import train
 from dapo_core.validation import generations_file

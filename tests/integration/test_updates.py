@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.batch import Batch, random_order, split_batch
+from dapo_core.algorithm.batch import Batch, random_order, split_batch
+from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import KLConfig
-from dapo_core.loss import LossTokens, LossTotals, policy_loss
-from dapo_core.metrics import METRICS_FILE, PhaseTimer
+from dapo_core.metrics.step import METRICS_FILE, PhaseTimer
 from dapo_core.policy.rank import Policy
 from dapo_core.training import train
 from durable import read_json_lines

@@ -18,7 +18,7 @@ import logging, sys
 from dapo_core.cluster import placement
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.config.train import TrainConfig
-from dapo_core.stopping import StopRequest
+from dapo_core.machine.stopping import StopRequest
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 placement.LOG_SECONDS = 0.5

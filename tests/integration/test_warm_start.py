@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_core import warm_start
-from dapo_core.arithmetic import Row, generate_problems, quick_solution, worked_solution
 from dapo_core.config.warm_start import WarmStartConfig
+from dapo_core.demo import warm_start
+from dapo_core.demo.arithmetic import Row, generate_problems, quick_solution, worked_solution
+from dapo_core.demo.warm_start import build_model
 from dapo_core.errors import ModelError
-from dapo_core.warm_start import build_model
 
 _RECIPE = WarmStartConfig(hidden_size=64, num_heads=2, num_steps=30, batch_size=16)
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.batch import split_batch
-from dapo_core.engine_checks import probe_difference
+from dapo_core.algorithm.batch import split_batch
+from dapo_core.draw.rollout import RolloutWorker
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
+from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import load_tokenizer
-from dapo_core.rollout import RolloutWorker
-from dapo_core.weight_transfer.inbox import Delivery
-from dapo_core.weight_transfer.links import Link
-from dapo_core.weight_transfer.plan import plan_buckets
-from dapo_core.weight_transfer.proof import merge_checksums, require_arrived
+from dapo_core.weights.engine_checks import probe_difference
+from dapo_core.weights.inbox import Delivery
+from dapo_core.weights.links import Link
+from dapo_core.weights.plan import plan_buckets
+from dapo_core.weights.proof import merge_checksums, require_arrived
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks

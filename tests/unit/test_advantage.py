@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dapo_core.advantage import group_advantages, weigh
-from dapo_core.batch import build_batch
+from dapo_core.algorithm.advantage import group_advantages, weigh
+from dapo_core.algorithm.batch import build_batch
 from dapo_core.config.algorithm import AlgorithmConfig
 from tests.batches import UNSCORED, make_group
 from tests.configs import make_config

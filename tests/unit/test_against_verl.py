@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from dapo_core.algorithm.correction import importance_weights, mask_rollouts
+from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
-from dapo_core.loss import LossTokens, LossTotals, policy_loss
-from dapo_core.rollout_correction import importance_weights, mask_rollouts
-from dapo_core.rollout_metrics import correction_metrics
+from dapo_core.metrics.mismatch import correction_metrics
 from tests.batches import random_batch
 from tests.verl_wheels import verl_folder
 

@@ -46,10 +46,10 @@ MAY_IMPORT = {
 ONLY_IN = {
     "prefect": re.compile(r"(flows|tasks)/"),
     "ray": re.compile(r"dapo_core/cluster/\w+\.py"),
-    "vllm": re.compile(r"dapo_core/engines/\w+\.py"),
-    "torch_npu": re.compile(r"dapo_core/device\.py"),
+    "vllm": re.compile(r"dapo_core/(engines/\w+|weights/vllm_transfer)\.py"),
+    "torch_npu": re.compile(r"dapo_core/machine/device\.py"),
 }
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 400, 60, 8, 4
+MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 60, 8, 4
 NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 HEAVY = ("torch", "ray", "vllm", "prefect", "transformers", "matplotlib")
 PLACES = re.compile(r"(?<![\w.$~{}/-])/(?:work|root|home|Users|mnt|media|opt|srv)/[\w.]")
@@ -120,7 +120,7 @@ def child_modules(code: str) -> set[str]:
 def test_the_rules_see_the_code() -> None:
     assert {name.partition("/")[0] for name in sources(*OWN)} == set(OWN)
     assert "ray" in roots("dapo_core/cluster/start.py")
-    assert "torch_npu" in roots("dapo_core/device.py")
+    assert "torch_npu" in roots("dapo_core/machine/device.py")
     assert "prefect" in roots("flows/recipe_flow.py")
     nested = ast.parse(
         "def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  with e:\n   while g:\n    pass"
@@ -193,14 +193,6 @@ def test_torch_npu_is_imported_by_name_only() -> None:
         assert not re.search(
             r"^\s*(import|from) torch_npu", (ROOT / name).read_text(), re.MULTILINE
         ), name
-
-
-def test_file_lengths() -> None:
-    lengths = {
-        name: len((ROOT / name).read_text(encoding="utf-8").splitlines())
-        for name in sources(*OWN, "tests", "bench")
-    }
-    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
 @pytest.mark.parametrize("package", OWN)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core import arithmetic
+from dapo_core.demo import arithmetic
 from dapo_core.errors import DataError
 from tests.trainings import write_parquet
 

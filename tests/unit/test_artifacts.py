@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo_core.digests import content_part, digest_of
+from dapo_core.machine.digests import content_part, digest_of
 from tasks.artifacts import artifact as artifact_module
 from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import StageKey, package_versions

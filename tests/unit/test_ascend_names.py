@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.versions import sets
+from dapo_core.machine.versions import sets
 from tests.wheels import wheel
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.balance import balance_over_ranks, micro_batches, workload
+from dapo_core.algorithm.balance import balance_over_ranks, micro_batches, workload
 
 
 def test_workload_counts_matrices_and_causal_attention() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.batch import (
+from dapo_core.algorithm.batch import (
     RankShare,
     build_batch,
     mini_batches,
@@ -18,11 +18,11 @@ from dapo_core.batch import (
     shuffled,
     split_batch,
 )
-from dapo_core.data import Prompt
+from dapo_core.algorithm.loss import LossTotals
+from dapo_core.draw.groups import Group, Rollout
+from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
-from dapo_core.groups import Group, Rollout
-from dapo_core.loss import LossTotals
 from tests.batches import UNSCORED, make_group, random_batch
 
 

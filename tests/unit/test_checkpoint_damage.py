@@ -25,8 +25,8 @@ from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.checkpoint.resume import find_start
 from dapo_core.checkpoint.shards import _Reader, _Writer
 from dapo_core.checkpoint.state import _carried, read_state
-from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import file_digest
 from dapo_core.merge.dcp import DcpSource
 from tasks.artifacts import artifact
 from tasks.artifacts.artifact import DamagedArtifact, Output

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.artifact import artifact_at

@@ -21,9 +21,9 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from dapo_core.draw_report import NotEnoughSignal
+from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import ConfigError, RolloutError
-from dapo_core.stopping import TrainingStopped
+from dapo_core.machine.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main

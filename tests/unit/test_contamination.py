@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.arithmetic import generate_problems
+from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import DataError
 from eval.problems.files import read_problems
 from eval.problems.items import Problem

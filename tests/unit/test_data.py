@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.data import Prompt, PromptStream, interleave
+from dapo_core.draw.prompts import Prompt, PromptStream, interleave
 from dapo_core.errors import ModelError
-from dapo_core.pretrained import load_tokenizer
+from dapo_core.model.pretrained import load_tokenizer
 from tests.tiny_models import tiny_tokenizer
 
 PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]

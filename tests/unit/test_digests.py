@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import save_file
 
-from dapo_core.digests import (
+from dapo_core.machine.digests import (
     CHUNK_BYTES,
     content_part,
     digest_of,

@@ -12,7 +12,7 @@ import tomllib
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from dapo_core.versions import sets
+from dapo_core.machine.versions import sets
 from tasks.preflight.environment import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,8 +25,8 @@ from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from typer.testing import CliRunner
 
-from dapo_core.device import Cuda
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import Cuda
 from dapo_core.memory.devices import GIB
 from flows import doctor
 from flows.cli import app

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dapo_core.draw_report import DrawProgress, NotEnoughSignal
+from dapo_core.draw.account import Lengths, TokenAccount
+from dapo_core.draw.report import DrawProgress, NotEnoughSignal
 from dapo_core.errors import RolloutError
-from dapo_core.token_account import Lengths, TokenAccount
 from tests.sources import Clock, ScriptedSource, make_sampler
 
 

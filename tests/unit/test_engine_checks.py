@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.batch import build_batch
-from dapo_core.device import device_for
-from dapo_core.engine_checks import probe_difference, require_sampled_alike
+from dapo_core.algorithm.batch import build_batch
 from dapo_core.errors import RolloutError
-from dapo_core.weight_transfer import links
-from dapo_core.weight_transfer.links import SharedMemory, new_slots
-from dapo_core.weight_transfer.outbox import Outbox
-from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, plan_buckets
-from dapo_core.weight_transfer.proof import (
+from dapo_core.machine.device import device_for
+from dapo_core.weights import links
+from dapo_core.weights.engine_checks import probe_difference, require_sampled_alike
+from dapo_core.weights.links import SharedMemory, new_slots
+from dapo_core.weights.outbox import Outbox
+from dapo_core.weights.plan import PlannedTensor, WeightPlan, plan_buckets
+from dapo_core.weights.proof import (
     MULTIPLIER,
     Loaded,
     checksum,

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dapo_core.device import Device, device_for, peak_flops
-from dapo_core.flops import ActorUtilization, training_flops
+from dapo_core.machine.device import Device, device_for, peak_flops
+from dapo_core.metrics.flops import ActorUtilization, training_flops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

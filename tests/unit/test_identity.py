@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from dapo_core.checkpoint.identity import refuse_other_training, training_identity
 from dapo_core.config.fields import is_volatile, known_fields
 from dapo_core.config.train import TrainConfig
-from dapo_core.data import Prompt, PromptStream
+from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
-from dapo_core.identity import refuse_other_training, training_identity
 from flows.config import Config
 from tasks.stages import TRAIN_POLICY
 from tests.configs import make_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.device import Cpu
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import Cpu
 from dapo_core.policy import kernels
 from dapo_core.policy.kernels import KERNELS, install_kernels, require_parity
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny

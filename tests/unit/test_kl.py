@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dapo_core.batch import build_batch
+from dapo_core.algorithm.batch import build_batch
+from dapo_core.algorithm.kl import KLController, kl_estimate, reward_penalties
 from dapo_core.config.algorithm import KLConfig
-from dapo_core.kl import KLController, kl_estimate, reward_penalties
 from tests.batches import make_group
 
 LN2, NAN = math.log(2), float("nan")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dapo_core.algorithm.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.config.algorithm import AlgorithmConfig
-from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)
 AGGREGATIONS = (

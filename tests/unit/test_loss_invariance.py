@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.config.algorithm import AlgorithmConfig
-from dapo_core.loss import LossTokens, LossTotals, policy_loss
 
 AGGREGATIONS = (
     "token-mean",

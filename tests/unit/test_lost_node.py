@@ -14,8 +14,8 @@ from dapo_core.cluster import shrink, start
 from dapo_core.cluster.placement import Demand, Places, demands
 from dapo_core.cluster.shared_files import differences, digests
 from dapo_core.cluster.shrink import has_room, shrunk
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import device_for
 from dapo_core.memory.published import published_config
 from flows.config import Config
 from tests.trainings import config_of

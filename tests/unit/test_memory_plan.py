@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.engines import vllm_engine
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
@@ -22,7 +23,6 @@ from dapo_core.memory.plan import OTHERS, PHASES, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import MODEL_TYPES, shape_of
-from dapo_core.recipe_model import recipe_config
 from flows.cli import app
 from flows.config import Config, load_config, resolve_config
 from tasks.artifacts.stage_key import PROJECT_ROOT

@@ -14,8 +14,8 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
-from dapo_core.digests import CHUNK_BYTES, digest_of, file_digest
 from dapo_core.errors import CheckpointError
+from dapo_core.machine.digests import CHUNK_BYTES, digest_of, file_digest
 from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.merge.verification import require_on_disk
 from dapo_core.merge.writer import (
@@ -26,7 +26,7 @@ from dapo_core.merge.writer import (
     plan_files,
     require_opens,
 )
-from dapo_core.parameter_names import FilePiece, expert_pieces
+from dapo_core.model.names import FilePiece, expert_pieces
 
 REAL_PWRITE, REAL_PREADV = os.pwrite, os.preadv
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from dapo_core.batch import Batch, build_batch
+from dapo_core.algorithm.batch import Batch, build_batch
+from dapo_core.algorithm.loss import LossSums
 from dapo_core.config.algorithm import KLConfig
-from dapo_core.data import Prompt
+from dapo_core.draw.account import TokenAccount
+from dapo_core.draw.groups import Group, Rollout
+from dapo_core.draw.prompts import Prompt
+from dapo_core.draw.sampler import Draw
 from dapo_core.engines.base import FinishReason, Response
-from dapo_core.groups import Group, Rollout
-from dapo_core.loss import LossSums
-from dapo_core.metrics import (
+from dapo_core.metrics.step import (
     batch_metrics,
     draw_metrics,
     response_metrics,
@@ -24,8 +26,6 @@ from dapo_core.metrics import (
 )
 from dapo_core.policy.optimizer import Update
 from dapo_core.reward.scorers import Verdict
-from dapo_core.sampler import Draw
-from dapo_core.token_account import TokenAccount
 from tests.batches import UNSCORED, make_group
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import CheckpointError
-from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, timing_metrics
+from dapo_core.metrics.step import MetricsLog, PhaseTimer, format_step, timing_metrics
 from durable import read_json_lines
 from tests.metric_names import NAME_VALUE
 from tests.sources import Clock

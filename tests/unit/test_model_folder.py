@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import (
+from dapo_core.model.folder import (
     INDEX_FILE,
     SINGLE_FILE,
     copy_model_files,

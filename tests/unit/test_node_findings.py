@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from dapo_core.cluster.every_node import Node
+from dapo_core.machine.ports import meeting_point
+from dapo_core.machine.versions import sets
 from dapo_core.memory.devices import GIB, Limit, usable_bytes
-from dapo_core.ports import meeting_point
-from dapo_core.versions import sets
 from flows.config import load_config
 from tasks.preflight import node_probe, nodes
 from tasks.preflight.cluster import _NodeChecks, check_devices_here, rounds
@@ -378,7 +378,7 @@ def test_each_row_of_the_table_has_a_consequence_and_a_fix() -> None:
     rows = yaml.safe_load(nodes.TABLE.read_text())
     used = set(
         re.findall(
-            r'(?:\(|, )"(\w+)", (?:FAIL|WARN|status|down)',
+            r'[(,]\s*"(\w+)",\s+(?:FAIL|WARN|status|down)',
             nodes.TABLE.with_suffix(".py").read_text(),
         )
     )

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dapo_core.batch import Batch, build_batch
-from dapo_core.device import Cpu
+from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.errors import ModelError
+from dapo_core.machine.device import Cpu
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dapo_core.errors import ModelError
-from dapo_core.parameter_names import file_pieces, file_views
+from dapo_core.model.names import file_pieces, file_views
 
 EXPERTS = "model.layers.3.mlp.experts"
 FILES = {

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core import versions
-from dapo_core.device import Cpu, Cuda
+from dapo_core.machine import versions
+from dapo_core.machine.device import Cpu, Cuda
 from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.config.training import PromptsConfig
-from dapo_core.data import PromptStream
+from dapo_core.draw.account import TokenAccount
+from dapo_core.draw.prompts import PromptStream
+from dapo_core.draw.sampler import Draw
+from dapo_core.draw.tokenizing import tokenized_prompts
 from dapo_core.errors import DataError
-from dapo_core.metrics import draw_metrics
-from dapo_core.sampler import Draw
-from dapo_core.token_account import TokenAccount
-from dapo_core.tokenizing import tokenized_prompts
+from dapo_core.metrics.step import draw_metrics
 from dapo_core.validation import held_out_prompts
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set

@@ -26,10 +26,10 @@ from dapo_core.cluster.connection import (
     connected_to_ray,
     private_token,
 )
+from dapo_core.cluster.restarts import Restarts
 from dapo_core.config.train import TrainConfig
 from dapo_core.errors import ConfigError, WorkerDied
-from dapo_core.restarts import Restarts
-from dapo_core.stopping import StopRequest
+from dapo_core.machine.stopping import StopRequest
 from durable import locked
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ASK = """
 import logging, sys
 from dapo_core.cluster.room import ask_cluster
-from dapo_core.stopping import StopRequest
+from dapo_core.machine.stopping import StopRequest
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 with StopRequest():
     print("asking", flush=True)

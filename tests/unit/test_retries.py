@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prefect.states import Failed
 
-from dapo_core.draw_report import NotEnoughSignal
+from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
 from eval import EvaluationError

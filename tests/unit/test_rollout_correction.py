@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.batch import build_batch
+from dapo_core.algorithm.batch import build_batch
+from dapo_core.algorithm.correction import importance_weights, mask_rollouts
 from dapo_core.config.algorithm import RolloutCorrectionConfig
-from dapo_core.rollout_correction import importance_weights, mask_rollouts
-from dapo_core.rollout_metrics import correction_metrics, mismatch_metrics
+from dapo_core.metrics.mismatch import correction_metrics, mismatch_metrics
 from tests.batches import make_group, random_batch
 from tests.configs import make_config
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_core.groups import Rollout
+from dapo_core.draw.groups import Rollout
 from dapo_core.validation import sample_metrics
 from tests.batches import make_group
 

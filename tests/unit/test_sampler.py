@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.compat import OURS, VERL
-from dapo_core.draw_report import NotEnoughSignal
+from dapo_core.algorithm.compat import OURS, VERL
+from dapo_core.draw.account import FATES
+from dapo_core.draw.groups import Group, Rollout
+from dapo_core.draw.report import NotEnoughSignal
+from dapo_core.draw.sampler import Sampler
 from dapo_core.errors import RewardError, RolloutError
-from dapo_core.groups import Group, Rollout
-from dapo_core.sampler import Sampler
-from dapo_core.token_account import FATES
 from tests.batches import UNSCORED
 from tests.sources import (
     MIXED,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
-from dapo_core.data import PromptStream
-from dapo_core.draw_report import NotEnoughSignal
-from dapo_core.groups import Group
-from dapo_core.sampler import Sampler
+from dapo_core.draw.groups import Group
+from dapo_core.draw.prompts import PromptStream
+from dapo_core.draw.report import NotEnoughSignal
+from dapo_core.draw.sampler import Sampler
 from tests.sources import (
     MIXED,
     ORDERS,

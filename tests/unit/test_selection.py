@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.draw.account import LengthWatch, expected_length
 from dapo_core.engines.base import Response
-from dapo_core.token_account import LengthWatch, expected_length
 from tests.batches import make_group
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from dapo_core.config.fields import result_values
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
-from dapo_core.device import device_for
 from dapo_core.errors import ModelError
+from dapo_core.machine.device import device_for
 from tasks.config.serve import ServeConfig
 from tasks.serve_model import command as serving
 from tasks.serve_model.checks import longest_sequence, require_positions, require_servable

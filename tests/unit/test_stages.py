@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel
 
-from dapo_core.arithmetic import generate_problems
 from dapo_core.config.fields import is_volatile
+from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set

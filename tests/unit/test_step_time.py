@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dapo_core.config.training import TrainingConfig
-from dapo_core.flops import training_flops
 from dapo_core.memory.devices import DEVICES, cpu_rates
 from dapo_core.memory.published import published_config
 from dapo_core.memory.shape import ModelShape, shape_of
@@ -26,6 +25,7 @@ from dapo_core.memory.step_time import (
     forward_flops,
     step_time,
 )
+from dapo_core.metrics.flops import training_flops
 
 DIE = DEVICES["Atlas 800T A3"]
 A3 = Machine(DIE.rates, DIE.rates, DIE.num_bytes)

@@ -12,7 +12,7 @@ import pytest
 from ray._private import services
 
 from dapo_core.cluster.connection import _keep_signal_handling
-from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
+from dapo_core.machine.stopping import ECHO_SECONDS, StopRequest, StopRequested
 from tests.processes import wait_until
 from tests.sources import Clock
 

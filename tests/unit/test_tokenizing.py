@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from dapo_core import tokenizing
 from dapo_core.config.training import PromptsConfig
-from dapo_core.data import Prompt, PromptStream, TokenizedPrompts, TooLong
-from dapo_core.errors import ConfigError, DataError
-from dapo_core.tokenizing import (
+from dapo_core.draw import tokenizing
+from dapo_core.draw.prompts import Prompt, PromptStream, TokenizedPrompts, TooLong
+from dapo_core.draw.tokenizing import (
     LENGTHS_FILE,
     describe_lengths,
     remove_prompts,
     tokenize_prompts,
     tokenized_prompts,
 )
+from dapo_core.errors import ConfigError, DataError
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from tests.tiny_models import tiny_tokenizer

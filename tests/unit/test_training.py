@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from dapo_core import training
+from dapo_core.cluster.restarts import Restarts, continued_from
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
-from dapo_core.restarts import Restarts, continued_from
-from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped, raising_stopped
+from dapo_core.machine.stopping import StopRequest, StopRequested, TrainingStopped, raising_stopped
 from tests.checkpoints import (
     make_model_folder,
     make_state,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dapo_core.device import device_for
+from dapo_core.machine.device import device_for
 from dapo_core.policy.offload import Transfers
 
 HOST = torch.device("cpu")

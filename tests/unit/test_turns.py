@@ -9,9 +9,9 @@ import pytest
 
 from dapo_core.config.derived import derive
 from dapo_core.config.train import TrainConfig
-from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
-from dapo_core.metrics import PhaseTimer
+from dapo_core.machine.device import device_for
+from dapo_core.metrics.step import PhaseTimer
 from dapo_core.turns import Phase, Turns
 from tests.trainings import config_of
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.data import Prompt
+from dapo_core.draw.groups import Group, GroupRequest, Rollout
+from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import DataError, RewardError, RolloutError
-from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.validation import (
     Validation,
     generations_file,

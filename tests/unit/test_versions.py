@@ -14,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import distributed
 
-from dapo_core import versions
 from dapo_core.errors import ConfigError
+from dapo_core.machine import versions
 from dapo_core.policy.requirements import require_averages
 from flows import doctor
 from flows.doctor import OK, WARN

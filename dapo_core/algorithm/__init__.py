@@ -1,0 +1,1 @@
+"""The algorithm: batches, advantages, losses, KL and corrections."""

@@ -1,0 +1,214 @@
+"""Batches of tensors, built from groups and split over ranks and micro-batches.
+
+P prompts, G responses per prompt, B = P*G responses, R response tokens, T prompt+response tokens, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dapo_core.algorithm.balance import balance_over_ranks, micro_batches, workload
+from dapo_core.draw.groups import Group
+from dapo_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B prompt+response sequences, padded on the right.
+
+    Example with prompt (5, 6), response (7, 8, 2) and T = 6: token_ids [[5, 6, 7, 8, 2, 0]],
+    prompt_lengths [2], response_lengths [3]; R = 3 and position r of [B, R] fields is response
+    token r.
+    """
+
+    token_ids: torch.Tensor  # [B, T] int64
+    prompt_lengths: torch.Tensor  # [B]
+    response_lengths: torch.Tensor  # [B]
+    response_mask: torch.Tensor  # [B, R] bool: tokens we train
+    group_ids: torch.Tensor  # [B] int64, equal for siblings
+    rewards: torch.Tensor  # [B] float64
+    is_scored: torch.Tensor  # [B] bool: the scorer succeeded
+    rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
+    is_stale: torch.Tensor  # [B, R] bool: sampled by an older policy than the step's
+    advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
+    # [B, R] float32; None before PolicyGroup.anchor, and if the update measures them itself
+    old_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = (
+        None  # [B, R] float32, of the reference model; None without KL
+    )
+    importance_weights: torch.Tensor | None = (
+        None  # [B, R] float32, truncated policy/engine ratios; None when off
+    )
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group_ids[-1]) + 1
+
+    @property
+    def is_response(self) -> torch.Tensor:
+        """True on response tokens, trained or not: [B, R] bool."""
+        return torch.arange(self.response_mask.shape[1]) < self.response_lengths.unsqueeze(-1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Prompt+response tokens of each row: [B] int64."""
+        return (self.prompt_lengths + self.response_lengths).numpy()
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return the given rows in the given order, trimmed to their longest sequence."""
+        rows = torch.from_numpy(np.array(indices, dtype=np.int64))
+        num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
+        widths = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)
+        widths["token_ids"] = int(self.lengths[rows].max())
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        present = {name: value for name, value in values.items() if value is not None}
+        return Batch(
+            **{name: value[rows][..., : widths.get(name)] for name, value in present.items()}
+        )
+
+
+_PER_RESPONSE_TOKEN = (
+    "response_mask",
+    "rollout_log_probs",
+    "is_stale",
+    "old_log_probs",
+    "ref_log_probs",
+    "importance_weights",
+)
+
+
+def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
+    """Return a permutation of 0 to count - 1, seeded by the seed and numbers such as step and pass."""
+    return np.random.default_rng([seed, *numbers]).permutation(count)
+
+
+def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+    """Return the groups in a random order, seeded by the seed and the step.
+
+    In finishing order, short responses come first: mini-batches would differ in length, and
+    token-mean would weight tokens of short responses more than those of long ones.
+    """
+    return [groups[number] for number in random_order(len(groups), seed, step)]
+
+
+def mini_batches(
+    batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be
+    smaller.
+    """
+    group_ids = batch.group_ids.numpy()
+    group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
+    positions = group_positions[group_ids]  # by row
+    rows = np.argsort(positions, kind="stable")
+    firsts = range(num_prompts, batch.num_groups, num_prompts)
+    return np.split(rows, np.searchsorted(positions[rows], firsts))
+
+
+def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:
+    """Return the groups' responses as one batch, in order.
+
+    Responses without a score are masked, and with `mask_truncated` also those cut by the length
+    limit. Tokens sampled before `policy_version` are stale. Old log-probs are None and advantages
+    NaN.
+    """
+    pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+    group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
+    response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
+    width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
+    num_response_tokens = max(*response_lengths, 1)
+    token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
+    mask = torch.zeros(len(pairs), num_response_tokens, dtype=torch.bool)
+    rollout_log_probs = torch.zeros(len(pairs), num_response_tokens)
+    is_stale = torch.zeros_like(mask)
+    for row, (prompt_ids, rollout) in enumerate(pairs):
+        sequence = [*prompt_ids, *rollout.response_ids]
+        token_ids[row, : len(sequence)] = torch.tensor(sequence)
+        rollout_log_probs[row, : response_lengths[row]] = torch.tensor(rollout.rollout_log_probs)
+        mask[row, : response_lengths[row]] = rollout.is_scored and not (
+            mask_truncated and rollout.is_truncated
+        )
+        first = 0
+        for version, num_tokens in rollout.versions:
+            is_stale[row, first : first + num_tokens] = version < policy_version
+            first += num_tokens
+    return Batch(
+        token_ids=token_ids,
+        prompt_lengths=torch.tensor(prompt_lengths),
+        response_lengths=torch.tensor(response_lengths),
+        response_mask=mask,
+        group_ids=torch.tensor(group_ids),
+        rewards=torch.tensor([rollout.reward for _, rollout in pairs], dtype=torch.float64),
+        is_scored=torch.tensor([rollout.is_scored for _, rollout in pairs]),
+        rollout_log_probs=rollout_log_probs,
+        is_stale=is_stale,
+        advantages=torch.full((len(pairs),), float("nan")),
+    )
+
+
+class Measured(NamedTuple):
+    """Log-probs and entropy under the policy; 0 beyond each response."""
+
+    log_probs: torch.Tensor  # [B, R] float32, at the sampling temperature
+    entropy: torch.Tensor  # [B, R] float32
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One data-parallel rank's part of a batch, split into micro-batches.
+
+    All ranks have the same number of micro-batches, because each is a collective forward pass under
+    FSDP.
+    """
+
+    batch: Batch
+    micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
+
+    def micro_batch(self, number: int) -> Batch:
+        """Return the rows of one micro-batch; for an empty one, a masked row to run the forward
+        pass on.
+        """
+        indices = self.micro_batches[number]
+        if len(indices):
+            return self.batch.select(indices)
+        row = self.batch.select([0])
+        return replace(row, response_mask=torch.zeros_like(row.response_mask))
+
+
+def split_batch(
+    batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int = 4096
+) -> tuple[list[RankShare], list[np.ndarray]]:
+    """Return a balanced share for each data-parallel rank, and the indices of its rows in `batch`.
+
+    max_tokens: limit of one micro-batch, train.micro_batch_tokens times the ranks that share it.
+    Raises DataError if a single sequence is longer.
+    """
+    lengths = batch.lengths
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_tokens:
+        raise DataError(
+            f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more "
+            "than the "
+            f"{max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
+            "train.sequence_parallel); raise "
+            "train.micro_batch_tokens"
+        )
+    costs = workload(lengths, hidden_size)
+    indices = balance_over_ranks(costs, num_data_ranks)
+    count = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
+    shares = []
+    for rows in indices:
+        part = batch.select(rows if len(rows) else [0])
+        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, count)))
+    return shares, indices

@@ -1,0 +1,1 @@
+"""The default recipe's dataset and model, made on this machine."""

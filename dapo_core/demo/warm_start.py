@@ -1,0 +1,242 @@
+"""Model of the default recipe: a small Qwen3, trained here to solve some of the arithmetic
+problems.
+
+Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors,
+generation_config. The supervised warm start is deliberately short, to leave room for reinforcement
+learning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from dapo_core.config.warm_start import WarmStartConfig
+from dapo_core.demo.arithmetic import Row, is_generated, quick_solution, worked_solution
+from dapo_core.demo.recipe_model import VOCAB_SIZE, recipe_config
+from dapo_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+PAD_TOKEN = "<|endoftext|>"
+EOS_TOKEN = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IGNORED_LABEL = -100
+NUM_PROGRESS_LINES = 10
+WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
+MAX_POSITIONS = 1024
+INITIALIZER_RANGE = 0.06
+ROPE_THETA = 300.0
+# At first, all solutions are step by step. In the last SLANTED_SHARE of the steps, only
+# STEPWISE_WORD_SHARE of the word problems are; the others are solved in one step, which a small
+# model gets wrong. So the model can work step by step but rarely does for word problems:
+# reinforcement learning has something to teach.
+SLANTED_SHARE = 0.2
+STEPWISE_WORD_SHARE = 0.2
+
+
+def build_model(
+    train_rows: list[Row],
+    output_dir: Path,
+    recipe: WarmStartConfig,
+    seed: int,
+    num_threads: int = 2,
+) -> dict[str, Any]:
+    """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and
+    seconds.
+
+    Deterministic on the same machine; restores the caller's random state and number of threads.
+    Rows that are not generated problems are skipped, because their solutions are unknown; raises
+    ModelError if no other row is left.
+    """
+    started = time.monotonic()
+    num_rows, train_rows = (
+        len(train_rows),
+        [row for row in train_rows if is_generated(row.get("extra_info") or {})],
+    )
+    if not train_rows:
+        raise ModelError(
+            f"none of {num_rows} training rows is a generated arithmetic problem, but a warm start "
+            "only knows the "
+            "solutions of these: set data.train=arithmetic, or model.source=path with a model"
+        )
+    tokenizer = train_tokenizer(train_rows)
+    num_threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = create_model(tokenizer, recipe)
+            losses = warm_start(model, tokenizer, train_rows, recipe)
+    finally:
+        torch.set_num_threads(num_threads_before)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    num_last = max(1, len(losses) // NUM_PROGRESS_LINES)
+    return {
+        "steps": len(losses),
+        "first_loss": losses[0],
+        "final_loss": sum(losses[-num_last:]) / num_last,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on prompts and solutions: one token per digit, any text
+    round-trips.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD_TOKEN, "<|im_start|>", EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_corpus_text(row) for row in train_rows), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> Qwen3ForCausalLM:
+    """Create a float32 Qwen3 with random weights from torch's current random state."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **recipe_config(recipe),
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train_rows: list[Row],
+    recipe: WarmStartConfig,
+) -> list[float]:
+    """Train the model on worked solutions; returns each step's loss in nats per response token."""
+    solutions = [_solution(row) for row in train_rows]
+    first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_share(step, recipe)
+    )
+    report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
+    order: list[int] = []
+    losses: list[float] = []
+    model.train()
+    for step in range(1, recipe.num_steps + 1):
+        if step == first_slanted_step:
+            solutions = _slanted_solutions(train_rows)
+        while len(order) < recipe.batch_size:
+            order += torch.randperm(len(train_rows)).tolist()
+        batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
+        examples = [_encode(tokenizer, train_rows[index], solutions[index]) for index in batch]
+        loss = _response_loss(model, examples, tokenizer.pad_token_id)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+        if step % report_every == 0:
+            logger.info("warm start step %d of %d: loss %.3f", step, recipe.num_steps, losses[-1])
+    return losses
+
+
+def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
+    num_warmup = max(1, int(recipe.num_steps * WARM_UP_SHARE))
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * step / recipe.num_steps))
+
+
+def _response_loss(
+    model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], pad_token_id: int
+) -> torch.Tensor:
+    # Right padding needs no attention mask: with causal attention, no real token sees padding.
+    max_tokens = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in examples)
+    input_ids = torch.full((len(examples), max_tokens), pad_token_id)
+    labels = torch.full((len(examples), max_tokens), IGNORED_LABEL)
+    for row, (prompt_ids, response_ids) in enumerate(examples):
+        num_prompt, num_tokens = len(prompt_ids), len(prompt_ids) + len(response_ids)
+        input_ids[row, :num_tokens] = torch.tensor(prompt_ids + response_ids)
+        labels[row, num_prompt:num_tokens] = torch.tensor(response_ids)
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+    is_response = labels[:, 1:] != IGNORED_LABEL
+    return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
+
+
+def _slanted_solutions(train_rows: list[Row]) -> list[str]:
+    """Return one solution per row: plain problems step by step, word problems mostly in one step."""
+    is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
+    return [
+        _solution(
+            row,
+            quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution,
+        )
+        for row, quick in zip(train_rows, is_quick, strict=True)
+    ]
+
+
+def _solution(row: Row, solve: Callable[[str, Sequence[int]], str] = worked_solution) -> str:
+    return solve(row["extra_info"]["subject"], row["extra_info"]["operands"])
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, row: Row, solution: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of the prompt, and of the solution with the end token."""
+    prompt = tokenizer.apply_chat_template(
+        row["prompt"], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
+
+
+def _corpus_text(row: Row) -> str:
+    prompt = "\n".join(message["content"] for message in row["prompt"])
+    return f"user\n{prompt}\nassistant\n{_solution(row)}"

@@ -1,0 +1,202 @@
+"""Tokenized prompts, and the seeded order in which training reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo_core.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+TooLong = Literal["drop", "truncate_left", "error"]
+
+ROWS_FILE, ABOUT_FILE = "rows.arrow", "about.json"  # of TokenizedPrompts
+TURNS = 1000  # prompts per cycle over several sets
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenized problem.
+
+    Example: Prompt(index=7, prompt_ids=(1, 52, 9), data_source="arithmetic", ground_truth="132")
+    """
+
+    index: int  # row in its file
+    prompt_ids: tuple[int, ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # of the row, in JSON types
+    dataset: str = ""  # name of its set, if there are several
+
+
+class TokenizedPrompts:
+    """Memory-mapped prompts, from a folder written by dapo_core.draw.tokenizing.
+
+    `too_long` drops prompts longer than `max_prompt_tokens`, truncates them to their last tokens,
+    or raises DataError with their number and the longest.
+    """
+
+    def __init__(self, folder: Path, max_prompt_tokens: int, too_long: TooLong) -> None:
+        import pyarrow as pa
+
+        about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
+        self.digest: str = about["digest"]  # of all fields of all rows
+        self.data_sources: list[str] = about["data_sources"]
+        self._file = pa.ipc.open_file(pa.memory_map(str(folder / ROWS_FILE)))
+        self._max_prompt_tokens = max_prompt_tokens
+        batches = [
+            self._file.get_batch(number)["prompt_ids"]
+            for number in range(self._file.num_record_batches)
+        ]
+        self._firsts = np.cumsum([0, *map(len, batches)])  # first row of each batch
+        self.lengths = np.concatenate(
+            [ids.value_lengths().to_numpy() for ids in batches]
+        )  # tokens of every row
+        is_long = self.lengths > max_prompt_tokens
+        treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train")
+        self._rows = np.flatnonzero(~is_long if too_long == "drop" else np.ones_like(is_long))
+        names, weights = zip(*about["sets"], strict=True)
+        self._datasets = names if len(names) > 1 else ("",)
+        batches = [
+            self._file.get_batch(number)["set"] for number in range(self._file.num_record_batches)
+        ]
+        numbers = np.concatenate([batch.to_numpy() for batch in batches])[self._rows]
+        # (weight, prompt indices) of each set; sets whose prompts are all dropped are left out.
+        self.sets = [
+            (weight, np.flatnonzero(numbers == place)) for place, weight in enumerate(weights)
+        ]
+        self.sets = [(weight, rows) for weight, rows in self.sets if len(rows)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row = int(self._rows[index])
+        number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        fields = (
+            self._file.get_batch(number).slice(row - int(self._firsts[number]), 1).to_pylist()[0]
+        )
+        prompt_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
+        extra_info = json.loads(fields.pop("extra_info"))
+        number = fields.pop("set")
+        dataset = self._datasets[number if len(self._datasets) > 1 else 0]
+        return Prompt(
+            index=row, prompt_ids=prompt_ids, extra_info=extra_info, dataset=dataset, **fields
+        )
+
+
+def treat_too_long(
+    lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str
+) -> None:
+    """Log how many prompts are too long, if any; raises DataError for `error`, or if `drop` would
+    leave none.
+
+    `key` is the configuration key of their sets.
+    """
+    num_long = int((lengths > max_prompt_tokens).sum())
+    if not num_long:
+        return
+    summary = (
+        f"{num_long} of {len(lengths)} prompts are longer than "
+        f"data.max_prompt_tokens={max_prompt_tokens} "
+        f"(longest {lengths.max()} tokens)"
+    )
+    if too_long == "error" or (num_long == len(lengths) and too_long == "drop"):
+        raise DataError(
+            f"{summary}; raise data.max_prompt_tokens, or shorten them in the sets of {key}"
+            + (
+                ", or set data.too_long=drop"
+                if num_long < len(lengths) and key == "data.train"
+                else ""
+            )
+        )
+    action = "dropped" if too_long == "drop" else "truncated to their last tokens"
+    logger.warning("%s and are %s (data.too_long=%s)", summary, action, too_long)
+
+
+class PromptStream:
+    """An endless, seeded sequence of prompts; `position` is the number of prompts taken.
+
+    Several sets, each given as (weight, prompt indices), are interleaved evenly by weight, to the
+    nearest thousandth. Each epoch of a set has its own permutation, derived only from (seed,
+    epoch), so a stream resumed at position n continues exactly like an uninterrupted one.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt] | TokenizedPrompts,
+        seed: int,
+        shuffle: bool,
+        position: int = 0,
+        sets: Sequence[tuple[float, np.ndarray]] = (),
+    ) -> None:
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = position
+        self._sets = [rows for _, rows in sets] or [np.arange(len(prompts))]
+        self._turns = interleave([weight for weight, _ in sets] or [1.0])
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # set -> (epoch, order in that epoch)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all fields of all prompts, in file order."""
+        if isinstance(self.prompts, TokenizedPrompts):
+            return self.prompts.digest
+        return hashlib.sha256(repr(self.prompts).encode()).hexdigest()
+
+    @property
+    def epoch(self) -> float:
+        """Prompts taken / number of prompts, over all sets."""
+        return self.position / len(self.prompts)
+
+    def take(self, count: int) -> list[Prompt]:
+        """Return the next prompts; crosses epoch boundaries."""
+        taken = [
+            self.prompts[self._row(position)]
+            for position in range(self.position, self.position + count)
+        ]
+        self.position += count
+        return taken
+
+    def _row(self, position: int) -> int:
+        """Return the index of the prompt at a position."""
+        cycle, turn = divmod(position, len(self._turns))
+        set_index = int(self._turns[turn])
+        rows = self._sets[set_index]
+        per_cycle = int(np.count_nonzero(self._turns == set_index))
+        num_before = cycle * per_cycle + int(
+            np.count_nonzero(self._turns[:turn] == set_index)
+        )  # in the set
+        epoch, offset = divmod(num_before, len(rows))
+        if self._orders.get(set_index, (None,))[0] != epoch:
+            self._orders[set_index] = epoch, self._order(epoch, len(rows))
+        return int(rows[self._orders[set_index][1][offset]])
+
+    def _order(self, epoch: int, count: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(count)
+        return np.random.default_rng([self.seed, epoch]).permutation(count)
+
+
+def interleave(weights: Sequence[float]) -> np.ndarray:
+    """Return the set of each turn in a cycle, evenly spread by weight: [TURNS]; [0] for one set.
+
+    Every set gets at least one turn.
+    """
+    if len(weights) == 1:
+        return np.zeros(1, int)
+    counts = np.maximum(1, np.round(TURNS * np.array(weights) / sum(weights))).astype(int)
+    sets = np.repeat(np.arange(len(counts)), counts)
+    times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return sets[np.argsort(times, kind="stable")]

@@ -1,0 +1,187 @@
+"""Messages of a draw: progress, a hint if no group has signal, and the reasons for giving up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dapo_core.draw.account import NO_SIGNAL, TokenAccount
+from dapo_core.errors import DapoError, RewardError, RolloutError, counted
+
+if TYPE_CHECKING:
+    from dapo_core.config.sampler import SamplerConfig
+
+logger = logging.getLogger(__name__)
+
+STALL_ADVICE = (
+    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the number "
+    "is near its "
+    "maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise "
+    "sampler.max_seconds_without_kept or "
+    "lower rollout.max_response_tokens"
+)
+LOG_SECONDS = 10.0
+HINT_GROUPS = 100
+
+
+class NotEnoughSignal(DapoError, RuntimeError):
+    """Dynamic sampling found too few groups with signal within its limits."""
+
+
+class DrawProgress:
+    """Logs the progress of a draw every 10 s."""
+
+    def __init__(self, train_prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.train_prompts = train_prompts
+        self._clock = clock
+        self._has_hinted = False
+        self._step = 0
+        self._began = self._next_log = 0.0
+        self._num_carried = 0  # groups with signal carried over from earlier steps
+        self._last = (0.0, 0)  # time and tokens of the last line
+
+    def begin(self, step: int, num_carried: int) -> None:
+        """Start the draw of training step `step`, which has `num_carried` groups with signal
+        already.
+        """
+        self._step, self._num_carried = step, num_carried
+        self._began = now = self._clock()
+        self._next_log, self._last = now + LOG_SECONDS, (now, 0)
+
+    def show(
+        self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int
+    ) -> None:
+        """Log the progress, if due. `num_open_tokens`: in flight, sampled in this step."""
+        if not self._has_hinted and not num_ready and account.finished_groups >= HINT_GROUPS:
+            self._has_hinted = True
+            logger.warning("%s", _hint(account))
+        now = self._clock()
+        if now < self._next_log:
+            return
+        num_tokens = account.generated_tokens + num_open_tokens
+        pace = max(num_tokens - self._last[1], 0) / (now - self._last[0])
+        self._next_log, self._last = now + LOG_SECONDS, (now, num_tokens)
+        logger.info(
+            "training step %d: %d groups drawn, %d finished, %d of %d kept, %s; %.0f tokens/s, %s",
+            self._step,
+            num_drawn,
+            account.finished_groups,
+            min(num_ready, self.train_prompts),
+            self.train_prompts,
+            account.without_signal,
+            pace,
+            self._remaining(now, num_ready),
+        )
+
+    def _remaining(self, now: float, num_ready: int) -> str:
+        num_new, num_left = num_ready - self._num_carried, self.train_prompts - num_ready
+        if num_left <= 0:
+            return "waiting for longer responses of earlier prompts"
+        if num_new <= 0:
+            return "time left unknown: no group with signal has finished yet"
+        return f"about {(now - self._began) / num_new * num_left:.0f} s left"
+
+
+def _hint(account: TokenAccount) -> str:
+    summary = (
+        f"the first {account.finished_groups} groups have no signal: {account.without_signal} "
+        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
+    )
+    if account.groups["all_right"] > account.finished_groups / 2:
+        return (
+            f"{summary} The prompts are too easy for the model: use harder ones, or raise "
+            "rollout.temperature"
+        )
+    finished = account.lengths["finished"]
+    if finished.num_cut > finished.num_responses / 2:
+        return (
+            f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut "
+            "by "
+            "rollout.max_response_tokens: raise it, or use a model that ends its answers"
+        )
+    return (
+        f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo "
+        "doctor CONFIG` "
+        "shows both), or the prompts are too hard: use easier ones, or raise rollout.group_size"
+    )
+
+
+def finished_groups_message(account: TokenAccount) -> str:
+    """Describe the step's finished groups by outcome, as a clause of an error."""
+    unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
+    groups, num_finished = account.groups, account.finished_groups
+    equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
+    num_even = sum(groups[fate] for fate in NO_SIGNAL)
+    return (
+        f"of {num_finished} finished groups {groups['all_right']} were all right and "
+        f"{groups['all_wrong']} all "
+        f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean "
+        "accuracy "
+        f"{account.num_right / max(account.num_finished, 1):.1%})"
+    )
+
+
+def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
+    """Return an opening sentence for a draw whose responses were all right or all wrong; "" for
+    other draws.
+    """
+    num_finished, groups = account.finished_groups, account.groups
+    for num_even, word in ((groups["all_right"], "right"), (groups["all_wrong"], "wrong")):
+        if num_finished and num_even == num_finished and not account.num_unscored:
+            return (
+                f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is "
+                "nothing to "
+                f"learn from: this step needs {counted(train_prompts, 'prompt')} with both right "
+                "and "
+                "wrong responses. "
+            )
+    return ""
+
+
+def exhausted_message(
+    summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig
+) -> str:
+    """Explain why a draw ends without enough groups; with on_exhausted=raise, also what to change."""
+    bound, reason = " or sampler.max_num_gen_batches", summary
+    if not settings.max_num_gen_batches:
+        bound = ""
+        reason += (
+            f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} "
+            "prompts: drawing "
+            "more would never end (sampler.max_num_gen_batches=0)."
+        )
+    if settings.on_exhausted != "raise":
+        return reason
+    return (
+        f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, "
+        "lower "
+        "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
+    )
+
+
+def no_scores_error(account: TokenAccount) -> RewardError:
+    """Return the error for a step in which the scorer failed on every response."""
+    return RewardError(
+        f"the scorer raised or timed out on all {account.num_finished} responses that finished in "
+        "this step; its "
+        "first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
+        "reward.timeout_seconds"
+    )
+
+
+def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str) -> DapoError:
+    """Return the error for a draw that kept no group for `seconds`, while `num_since_signal` groups
+    finished.
+    """
+    message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
+    if num_since_signal:
+        return NotEnoughSignal(
+            f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or "
+            "raise "
+            "sampler.max_seconds_without_kept"
+        )
+    return RolloutError(
+        f"{message} No group finished in this time. {STALL_ADVICE}",
+    )

@@ -1,0 +1,1 @@
+"""The machine: devices, versions, environment variables, ports, digests and signals."""

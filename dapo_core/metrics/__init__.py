@@ -1,0 +1,1 @@
+"""Metrics of a step, their log, and model FLOPs utilization."""

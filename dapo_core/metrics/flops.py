@@ -1,0 +1,94 @@
+"""FLOPs of an update, and model FLOPs utilization (MFU)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dapo_core.machine.device import peak_flops
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from dapo_core.algorithm.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: int) -> float | None:
+    """Return the FLOPs of a forward and backward pass, 3 x the forward pass, over sequences of
+    `lengths` [B].
+
+    Counts matrix products, with two operations per multiply-add: projections, the MLP (or the
+    router and a token's experts), causal attention, and the output head at `num_logits` positions.
+    Recomputation by gradient checkpointing does not count (model FLOPs, PaLM, arXiv:2204.02311,
+    appendix B). None for an unknown architecture.
+    """
+    if config.model_type not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
+        return None
+    lengths = np.asarray(lengths, dtype=np.float64)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projections = config.hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    weights = sum(
+        projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers)
+    )
+    attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
+    width = (
+        2 * num_heads * head_dim
+    )  # multiply-adds per pair: its score, and its share of the value
+    attention = config.num_hidden_layers * width * attended
+    head = config.vocab_size * config.hidden_size * num_logits
+    return float(3 * 2 * (weights * lengths.sum() + attention + head))
+
+
+def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
+    """Return the weights per token in the layer's gated MLP, or in its router and active experts."""
+    if not _is_sparse(config, layer):
+        return 3 * config.hidden_size * config.intermediate_size
+    experts = config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
+    return config.hidden_size * config.num_experts + experts
+
+
+def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
+    if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
+        return False
+    return (layer + 1) % config.decoder_sparse_step == 0
+
+
+class ActorUtilization:
+    """Computes perf/mfu/actor; if the peak or the FLOPs are unknown, logs the reason once."""
+
+    def __init__(
+        self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int
+    ) -> None:
+        self.config = config
+        self.peak: float | None = None  # FLOP/s of all devices
+        peak = peak_flops(device_name)
+        if peak is None:
+            missing = f"the peak FLOP rate of {device_name} is unknown"
+        elif dtype != torch.bfloat16:
+            missing = (
+                f"peak FLOP rates are known for torch.bfloat16, but the policy computes in {dtype}"
+            )
+        elif training_flops(config, np.ones(1), 1) is None:
+            missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
+        else:
+            self.peak = peak * num_devices
+            return
+        logger.info("%s, so perf/mfu/actor is not reported", missing)
+
+    def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
+        """Return perf/mfu/actor for `num_passes` passes over the batch that took `seconds`; {} if
+        unknown.
+        """
+        if self.peak is None:
+            return {}
+        flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))
+        assert flops is not None, "the constructor leaves peak unset for such an architecture"
+        return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

@@ -1,0 +1,325 @@
+"""Metrics of a training step: formulas, metrics.jsonl, and the console line."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+
+from dapo_core.draw.account import FATES
+from dapo_core.draw.sampler import Draw
+from dapo_core.errors import CheckpointError
+from dapo_core.reward.scorers import Verdict
+from durable import append_json_line, read_json_lines, write_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from dapo_core.algorithm.batch import Batch, Measured
+    from dapo_core.config.algorithm import KLConfig
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.draw.groups import Group
+    from dapo_core.policy.optimizer import Update
+
+METRICS_FILE = "metrics.jsonl"
+PHASES_PER_TOKEN = (
+    "old_log_prob",
+    "ref",
+    "adv",
+    "update_actor",
+)  # phases that process every token of the batch
+
+
+class PhaseTimer:
+    """Wall-clock seconds of a step's phases."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent in the block to the phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def attribute(self, seconds: float, source: str, target: str) -> None:
+        """Move up to `seconds` from phase `source` to phase `target`."""
+        seconds = min(seconds, self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of every phase so far, and of the whole `step`."""
+        return {**self.seconds, "step": time.perf_counter() - self.started}
+
+
+def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
+    """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths,
+    staleness.
+
+    Lengths are reported for responses of finished, kept, surplus and aborted groups. Staleness is
+    the number of optimizer steps between the weights that sampled a token and `policy_version`;
+    token_ratio is the share of tokens with staleness above 0. Without a finished group there is no
+    accuracy.
+    """
+    account = draw.account
+    counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
+    counts |= {f"sampler/{fate}_tokens": float(account.tokens[fate]) for fate in FATES}
+    if account.num_finished:
+        counts["sampler/accuracy"] = account.num_right / account.num_finished
+    for name, lengths in account.lengths.items():
+        if lengths.num_responses:
+            counts[f"sampler/{name}_response_length"] = lengths.num_tokens / lengths.num_responses
+            counts[f"sampler/{name}_clip_ratio"] = lengths.num_cut / lengths.num_responses
+    for name, scored in account.scores.items():
+        if scored:
+            score, acc = np.mean(scored, axis=0)
+            counts |= {
+                f"train-core/{name}/score/mean": float(score),
+                f"train-core/{name}/acc/mean": float(acc),
+            }
+    spans = [
+        span for group in draw.groups for rollout in group.rollouts for span in rollout.versions
+    ]
+    if spans:
+        versions, num_tokens = np.array(spans).T
+        counts["sampler/staleness/mean"] = float(
+            policy_version - np.average(versions, weights=num_tokens)
+        )
+        counts["sampler/staleness/max"] = float(policy_version - versions.min())
+        counts["sampler/staleness/token_ratio"] = float(
+            num_tokens[versions < policy_version].sum() / num_tokens.sum()
+        )
+    return {
+        **counts,
+        "sampler/carried_out_groups": float(account.carried_out_groups),
+        "sampler/carried_out_tokens": float(account.carried_out_tokens),
+        "sampler/waste_ratio": account.waste_ratio,
+        "train/num_gen_batches": draw.num_drawn / gen_prompts,
+        "perf/generated_tokens": float(account.generated_tokens),
+        "perf/trained_response_tokens": 0.0,  # for a skipped step; batch_metrics overrides it
+    }
+
+
+def training_metrics(
+    groups: Sequence[Group],
+    batch: Batch,
+    measured: Measured,
+    updates: Sequence[Update],
+    config: TrainingConfig,
+) -> dict[str, float]:
+    """Return the metrics of a step's responses, batch, updates and load balance."""
+    from dapo_core.algorithm.loss import LossTotals  # torch
+
+    token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
+    return {
+        **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
+        **batch_metrics(batch, measured.entropy, token_weights),
+        **update_metrics(updates, config.algorithm.kl),
+        **seqlen_metrics(batch.lengths, updates, config.train.passes),
+    }
+
+
+def response_metrics(
+    groups: Sequence[Group], rewards: torch.Tensor, max_prompt_tokens: int
+) -> dict[str, float]:
+    """Return scores, rewards, lengths and verdicts of the responses in the batch.
+
+    rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which
+    the engine aborted, and responses without a score. perf/total_num_tokens counts every token of
+    the batch, masked or not, because all pass through the policy.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
+    prompt_lengths = np.array(
+        [len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts]
+    )
+    verdicts = [rollout.verdict for rollout in rollouts]
+    answered = response_lengths > 0
+    scored = answered & np.array([rollout.is_scored for rollout in rollouts])
+    return {
+        **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[scored]),
+        **_summary("critic/rewards", rewards.numpy()[scored]),
+        **_summary("response_length", response_lengths),
+        **_summary("response_length_non_aborted", response_lengths[answered]),
+        "response/aborted_ratio": float(1 - answered.mean()),
+        "response_length/clip_ratio": float(
+            np.mean([rollout.is_truncated for rollout in rollouts])
+        ),
+        **_summary("prompt_length", prompt_lengths),
+        "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
+        "reward/overlong_ratio": float(
+            np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])
+        ),
+        **{
+            f"reward/{name}_ratio": verdicts.count(name) / len(verdicts)
+            for name in get_args(Verdict)
+        },
+        "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
+    }
+
+
+def batch_metrics(
+    batch: Batch, entropy: torch.Tensor, token_weights: torch.Tensor
+) -> dict[str, float]:
+    """Return advantages and entropy over unmasked tokens; without any, only their number.
+
+    entropy: [B, R], of the policy before the update. token_weights: [B, R],
+    LossTotals.token_weights over the whole batch, so that entropy is aggregated like the loss.
+    """
+    mask = batch.response_mask
+    num_tokens = mask.sum(dim=-1).numpy()  # [B]
+    trained = {"perf/trained_response_tokens": float(num_tokens.sum())}
+    if not num_tokens.sum():
+        return trained
+    advantages = np.repeat(batch.advantages.double().numpy(), num_tokens)
+    return {
+        **_summary("critic/advantages", advantages),
+        **_summary("critic/returns", advantages),
+        "actor/entropy": float((token_weights * entropy)[mask].sum()),
+        **trained,
+    }
+
+
+def seqlen_metrics(
+    lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1
+) -> dict[str, float]:
+    """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without
+    balancing.
+
+    lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk
+    of B / D rows.
+    """
+    balanced = np.sum([update.rank_tokens for update in updates], axis=0) / num_passes  # [D]
+    chunks = [chunk.sum() for chunk in np.array_split(lengths, len(balanced))]
+    return {
+        "global_seqlen/min": float(min(chunks)),
+        "global_seqlen/max": float(max(chunks)),
+        "global_seqlen/minmax_diff": float(max(chunks) - min(chunks)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": float(lengths.sum() / len(balanced)),
+    }
+
+
+def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
+    """Return loss, clip shares and gradient norm over the step's optimizer steps; shares are
+    token-weighted.
+
+    Means over nothing are left out: the gradient norm if all updates were skipped, losses and
+    shares if no mini-batch was finite, shares if there was no token.
+    """
+    norms = [update.grad_norm for update in updates if not update.is_skipped]
+    metrics = {
+        **({"actor/grad_norm": float(np.mean(norms))} if norms else {}),
+        "actor/skipped_updates": float(sum(update.is_skipped for update in updates)),
+        "actor/lr": updates[-1].learning_rate,
+    }
+    if kl.place == "loss":
+        metrics["actor/kl_coef"] = kl.coefficient
+    # A skipped update may contain NaN, which would hide the other mini-batches.
+    parts = [update.sums for update in updates if update.sums.is_finite]
+    if not parts:
+        return metrics
+    sums = reduce(add, parts)
+    metrics["actor/pg_loss"] = sums.pg_loss / len(parts)
+    if kl.place == "loss":
+        metrics["actor/kl_loss"] = sums.kl_loss / len(parts)
+    if sums.num_tokens:
+        metrics["actor/pg_clipfrac"] = sums.clipped / sums.num_tokens
+        metrics["actor/pg_clipfrac_lower"] = sums.clipped_dual / sums.num_tokens
+        metrics["actor/ppo_kl"] = sums.neg_log_ratio / sums.num_tokens
+    return metrics
+
+
+def timing_metrics(
+    seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int
+) -> dict[str, float]:
+    """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput
+    per device.
+
+    num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response
+    token, so it includes the cost of groups that dynamic sampling dropped.
+    """
+    num_response_tokens = sum(group.num_response_tokens for group in groups)
+    num_tokens = num_response_tokens + sum(
+        len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups
+    )
+    per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
+    return {
+        **{f"timing_s/{name}": value for name, value in seconds.items()},
+        **{
+            f"timing_per_token_ms/{name}": seconds[name] * 1000 / count
+            for name, count in per_token.items()
+            if count and name in seconds
+        },
+        "perf/time_per_step": seconds["step"],
+        "perf/throughput": num_tokens / (seconds["step"] * num_devices),
+    }
+
+
+def format_step(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the console line `step:N - key:value - ...`, the format of verl's log."""
+    return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
+
+
+class MetricsLog:
+    """metrics.jsonl, one line per step; step 0 is the validation before training.
+
+    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be
+    written.
+    """
+
+    def __init__(self, folder: Path, last_step: int | None) -> None:
+        self.path = folder / METRICS_FILE
+        last_step = -1 if last_step is None else last_step
+        kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
+        with self._writing():
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
+        """Write one step's line to disk; non-finite numbers become null.
+
+        policy_version is None for other trainers, which do not report it.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        line = {"step": step, "wall_time": time.time(), **version, **finite}
+        with self._writing():
+            append_json_line(self.path, line)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as
+        well.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error}; free disk space, or move --output or "
+                "store.path to a "
+                "larger disk. Training then resumes from its latest checkpoint"
+            ) from error
+
+
+def _summary(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

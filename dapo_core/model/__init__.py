@@ -1,0 +1,1 @@
+"""Model folders: configuration, weights, parameter names and sampling defaults."""

@@ -1,3 +1,0 @@
-"""Transfers weights from policy ranks to engine processes in buckets, verified by a checksum per
-tensor.
-"""

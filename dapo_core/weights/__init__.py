@@ -1,0 +1,1 @@
+"""Transfers weights from policy ranks to engine processes in buckets, verified by checksums."""

@@ -1,0 +1,138 @@
+"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dapo_core.model.names import FilePiece, file_pieces
+from dapo_core.policy.model import first_row, shard_dim, shard_rows
+from dapo_core.weights.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
+from dapo_core.weights.proof import checksum
+
+if TYPE_CHECKING:
+    from dapo_core.weights.outbox import Outbox
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a tensor that one rank holds."""
+
+    number: int  # index among the tensor's parts
+    rank: int  # in the default group
+    first_row: int  # in the file's tensor
+    num_rows: int
+
+
+class WeightSource:
+    """The model's parameters under their file names, in the engines' dtype.
+
+    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank
+    holds only its own part of a bucket.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        file_names: Collection[str],
+        dtype: torch.dtype,
+        max_bytes: int,
+        device: torch.device,
+    ) -> None:
+        """file_names: tensors in the model files; device: where slots and non-offloaded shards are."""
+        self._device = device
+        self._causal_lm = causal_lm
+        parameters: dict[str, Any] = dict(causal_lm.named_parameters())
+        self._pieces = {
+            piece.file_name: (name, piece)
+            for name, parameter in parameters.items()
+            for piece in file_pieces(name, parameter.shape, file_names)
+        }
+        self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
+
+    def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
+        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows.
+        Collective.
+        """
+        parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
+        sent: dict[str, dict[int, int]] = {}
+        for bucket in self.plan.buckets:
+            slot = None if outbox is None else outbox.slot()
+            sent |= self._gather(bucket, parameters, slot)
+            if outbox is not None:
+                outbox.send(bucket_numel(bucket))
+        if outbox is not None:
+            outbox.finish()
+        return sent
+
+    @torch.no_grad()
+    def _gather(
+        self,
+        bucket: Sequence[PlannedTensor],
+        parameters: Mapping[str, DTensor],
+        slot: torch.Tensor | None,
+    ) -> dict[str, dict[int, int]]:
+        """Fill rank 0's slot with a bucket; returns the checksums of this rank's rows."""
+        rank = torch.distributed.get_rank()
+        sent: dict[str, dict[int, int]] = {}
+        transfers = []
+        for planned in bucket:
+            name, piece = self._pieces[planned.name]
+            row_numel = planned.numel // planned.shape[0]
+            for part in _parts(parameters[name], piece, planned):
+                start = planned.offset + part.first_row * row_numel
+                stop = start + part.num_rows * row_numel
+                if part.rank == rank:
+                    rows = (
+                        _own_rows(parameters[name], piece)
+                        .to(self._device, self.plan.dtype)
+                        .reshape(-1)
+                    )
+                    sent.setdefault(planned.name, {})[part.number] = checksum(rows)
+                    if slot is None:
+                        transfers.append(torch.distributed.P2POp(torch.distributed.isend, rows, 0))
+                    else:
+                        slot[start:stop].copy_(rows)
+                elif slot is not None:
+                    transfers.append(
+                        torch.distributed.P2POp(
+                            torch.distributed.irecv, slot[start:stop], part.rank
+                        )
+                    )
+        for work in torch.distributed.batch_isend_irecv(transfers) if transfers else []:
+            work.wait()
+        return sent
+
+    def _tensors(self, parameters: Mapping[str, Any]) -> Iterator[PlannedTensor]:
+        for file_name, (name, piece) in self._pieces.items():
+            parameter = parameters[name]
+            shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
+            yield PlannedTensor(
+                file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter)
+            )
+
+
+def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
+    """Yield the parts of the piece, on the ranks of rank 0's replica."""
+    size = shard_rows(parameter)
+    dim = shard_dim(parameter)
+    mesh = parameter.device_mesh.mesh.movedim(dim, -1)
+    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
+    if piece.expert is not None:
+        yield _Part(0, ranks[piece.expert // size], 0, planned.shape[0])
+        return
+    for number, start in enumerate(range(0, planned.shape[0], size)):
+        yield _Part(number, ranks[number], start, min(size, planned.shape[0] - start))
+
+
+def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:
+    """Return this rank's rows of the piece."""
+    local = parameter.to_local()
+    return local if piece.expert is None else piece.view(local, first_row(parameter))
