@@ -30,7 +30,6 @@ from eval.summary import (
     rate,
     same_answer_by,
     summarise_scores,
-    summarise_votes,
 )
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
@@ -79,7 +78,6 @@ class Side:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors} if a scorer grades
-    judge: dict[str, float | None] | None  # see eval.summary.summarise_votes
     acc_norm: float | None  # if options are scored by log-probs
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
     finished_accuracy: float | None  # over those; None without any
@@ -314,7 +312,6 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         mean_response_tokens=mean_response_tokens(rows),
         thinking=measure_thinking(rows),
         scorer=summarise_scores(rows),
-        judge=summarise_votes(evaluation.rows),
         acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right) if finished else None,

@@ -23,7 +23,6 @@ from eval.answers.grading import Grade, Grader
 from eval.dispatch import Batch, Outcome, Request
 from eval.endpoint import Endpoint, Sampling
 from eval.identity import HAS_FILES, Weights
-from eval.judge import VOTES_FILE, Judge, judged, without_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
@@ -65,7 +64,6 @@ class Benchmark:
     name: str = ""  # in messages; "" for a single benchmark
     max_failed_ratio: float = 0.0
     grader: Grader | None = None  # replaces the set's grader
-    judge: Judge | None = None  # beside the grader
     earlier: Path | None = (
         None  # results of the same items by any model, to estimate response lengths
     )
@@ -199,9 +197,6 @@ class Recorder:
                 raise RequestsRefused(f"{error} {REFUSED_KEY if is_key else REFUSED}") from None
             raise
         ordered = [rows[item.id, sample] for item, sample in self._expected]
-        if (judge := self._benchmark.judge) is not None:
-            ordered = judged(self.folder, ordered, judge)
-            self._check_undecided(ordered, judge)
         write_rows(self.folder, ordered)
         _check_scorer([row for row in ordered if row.is_answered], self._grader.rule)
         summary = summarise(
@@ -210,18 +205,6 @@ class Recorder:
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
         return summary
-
-    def _check_undecided(self, rows: Sequence[Row], judge: Judge) -> None:
-        """Raise EvaluationError if the judge is the headline and decided too few responses."""
-        num_undecided = sum(not row.is_answered for row in rows)
-        if judge.headline and num_undecided > self._max_failed:
-            raise EvaluationError(
-                f"{num_undecided} of {len(rows)} responses have no verdict of "
-                f"{judge.endpoint.model} "
-                f"(evaluate.judge); at most {self._max_failed} may (evaluate.max_failed_ratio). "
-                "All votes are "
-                f"kept in {self.folder / VOTES_FILE}: repeat the command to retry the failed ones"
-            )
 
     def _check_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
         """Raise EvaluationError if too many requests failed, or some were not sent."""
@@ -241,13 +224,18 @@ class Recorder:
 
 def _check_scorer(rows: Sequence[Row], rule: str) -> None:
     """Raise InputError if the scorer failed on every response."""
-    errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
+    errors = list(filter(None, map(scorer_error, rows)))
     if errors and len(errors) == len(rows):
         raise InputError(
             f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct "
             "evaluate.scorer and "
             f"repeat the command, which sends no request again. First failure: {errors[0]}"
         )
+
+
+def scorer_error(row: Row) -> str:
+    """Why the scorer failed on the row, or ""."""
+    return str((row.details or {}).get("error", ""))
 
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
@@ -292,18 +280,18 @@ def _resume(
         if stored or (output_dir / RESULTS_FILE).exists():
             _move_aside(output_dir, describe_differences(stored, settings))
     else:
-        found = {key: without_judge(row) for key, row in read_rows(output_dir).items()}
+        found = read_rows(output_dir)
         _refuse_foreign(output_dir, found, expected)
         rows = {key: row for key, row in found.items() if row.is_answered}
-        if stored != settings:
-            reasons = "; ".join(describe_differences(stored, settings))
-            logger.warning("%s: regrading stored responses (%s)", output_dir, reasons)
+        reasons = describe_differences(stored, settings)
+        stale = [row for row in rows.values() if reasons or scorer_error(row)]
+        if stale:
+            why = "; ".join(reasons) or "the scorer failed on them"
+            logger.warning("%s: regrading %d stored responses (%s)", output_dir, len(stale), why)
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
             with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-                graded = threads.map(
-                    lambda row: regrade_row(row, grader, expected[row.key]), rows.values()
-                )
-                rows = {row.key: row for row in graded}
+                graded = threads.map(lambda row: regrade_row(row, grader, expected[row.key]), stale)
+                rows |= {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # drops a torn last line before appending
     if rows:
         settings[SERVED] = served
@@ -408,24 +396,6 @@ def _log(summary: Summary, name: str) -> None:
             scorer["mean_score"],
             scorer["errors"],
         )
-    if (judge := summary.judge) is not None:
-        if judge["accuracy"] is None or judge["grader_agreement"] is None:
-            logger.warning(
-                "judge: no verdict on any of %d responses, so it is not compared with the grader. "
-                "A reply must "
-                "end in a line that says only right or wrong: see votes.jsonl, "
-                "evaluate.judge.prompt and "
-                "evaluate.judge.max_response_tokens",
-                judge["judged"],
-            )
-        else:
-            logger.info(
-                "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no "
-                "verdict",
-                100 * judge["accuracy"],
-                100 * judge["grader_agreement"],
-                judge["failed"],
-            )
     if summary.repeats and summary.repeats["differing_responses"]:
         logger.warning(
             "greedy samples differ on %.1f %% of %d items (answers on %.1f %%): this server is not "

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.answers.grading import GRADERS, grader_of
-from eval.judge import with_votes_of, without_judge
 from eval.recorder import regrade_row
 from eval.results import (
     RESULTS_FILE,
@@ -53,9 +52,7 @@ def regrade(path: str | Path) -> Regraded:
     kind = GRADERS[grader_of(str(settings["grader"]))]
     regraded_settings: dict[str, Any] = {**settings, "grader": kind.rule}
     with exclusive(directory), kind() as grader:
-        after = [regrade_row(row, grader) for row in map(without_judge, before)]
-        if "judge" in settings:
-            after = [with_votes_of(old, row) for old, row in zip(before, after, strict=True)]
+        after = [regrade_row(row, grader) for row in before]
         num_killed = grader.num_killed
         summary = summarise(
             Evaluation.of(regraded_settings, after).by_problem(), same_answer_by(grader.grade)

@@ -195,12 +195,6 @@ def notes(comparison: Comparison) -> list[str]:
     sides = {"before": comparison.before, "after": comparison.after}
     if comparison.is_same_model:
         found.append(SAME_MODEL)
-    if (comparison.settings.get("judge") or {}).get("headline"):
-        found.append(
-            "As configured, the accuracy uses the verdicts of an LLM judge, not of the exact "
-            "grader. It changes "
-            "with the judge's model and prompt."
-        )
     unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
     if unproven:
         found.append(
@@ -290,19 +284,9 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         ),
         "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
-        "judge": _judge(settings.get("judge")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
     }
     return {label: words for label, words in found.items() if words}
-
-
-def _judge(judge: Mapping[str, Any] | None) -> str:
-    if not judge:
-        return ""
-    role = "used for the headline" if judge["headline"] else "in addition to the grader"
-    return (
-        f"{judge['model']}, {judge['votes']} vote{'s' * (judge['votes'] > 1)} per response, {role}"
-    )
 
 
 def model_words(name: str | None, model: str) -> str:

@@ -21,7 +21,7 @@ from eval import EvaluationError, InputError
 from eval.answers.grading import SCORER_RULES, VERDICTS, MathGrader, Verdict
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
-from eval.problems.prompts import Prompt, Template
+from eval.problems.prompts import Prompt, Template, problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that affect verdicts but not responses: if they change, stored rows are graded again.
-GRADING_SETTINGS = ("grader", "golds", "judge")
+GRADING_SETTINGS = ("grader", "golds")
 # who served which weights; not among the settings that must agree, see `eval.identity`
 SERVED = "served"
 
@@ -101,7 +101,7 @@ class Row:
     @property
     def problem(self) -> str:
         """The last message of the prompt, or its whole text."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        return problem_of(self.prompt)
 
     @property
     def is_answered(self) -> bool:
@@ -215,12 +215,8 @@ class Evaluation:
 
 
 def has_aisbench(settings: Mapping[str, Any]) -> bool:
-    """True if AISBench's rule graded the responses beside the exact rule, and no judge replaces
-    their verdicts.
-    """
-    return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get(
-        "headline"
-    )
+    """True if AISBench's rule graded the responses beside the exact rule."""
+    return "+aisbench" in str(settings["grader"])
 
 
 def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:

@@ -20,7 +20,6 @@ from eval.answers.grading import GRADERS
 from eval.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.endpoint import Endpoint
 from eval.identity import ModelChangedError, Weights
-from eval.judge import check_judge
 from eval.recorder import Benchmark, Recorder
 from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
@@ -50,9 +49,6 @@ def evaluate_all(
     differ, stored rows are graded again. Otherwise the benchmark starts over, and the old files
     move to `superseded-N/`.
 
-    A judge is asked once first. Raises RequestsRefused if it rejects the API key or its model's
-    name.
-
     Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or
     RequestsRefused if the server refused all of those. Finished rows are kept for the next attempt,
     and other benchmarks are completed.
@@ -77,10 +73,6 @@ def evaluate_all(
         )
         dispatcher = Dispatcher(endpoints, limits or Limits(), known)
         if incomplete:
-            for judge in {
-                one.judge.endpoint: one.judge for one in benchmarks if one.judge is not None
-            }.values():
-                check_judge(judge)
             _Session(incomplete, dispatcher, endpoints, known).run(on_progress)
         return _finish(
             recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage
@@ -103,7 +95,7 @@ def _settings(
                 "all samples of an item are alike at temperature 0; set evaluate.temperature for "
                 "avg@k"
             )
-    settings = make_settings(
+    return make_settings(
         evaluation_set.items,
         endpoint,
         sampling,
@@ -112,7 +104,6 @@ def _settings(
         template=evaluation_set.template,
         grader=rule,
     )
-    return settings if benchmark.judge is None else {**settings, "judge": benchmark.judge.to_json()}
 
 
 def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Summary]:

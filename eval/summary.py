@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ class Summary:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
-    judge: dict[str, float | None] | None  # see summarise_votes
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
     aisbench: (
@@ -85,7 +83,6 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
         scorer=summarise_scores(answered),
-        judge=summarise_votes(rows),
         acc_norm=acc_norm(answered),
         by_limit=[
             budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)
@@ -267,46 +264,6 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
         "differing_answers": share_differing("answer"),
         "differing_verdicts": share_differing("verdict"),
     }
-
-
-def summarise_votes(rows: Sequence[Row]) -> dict[str, float | None] | None:
-    """Return {judged, accuracy, failed, vote_agreement, grader_agreement} of judged rows, None for
-    other rows.
-
-    `accuracy` covers responses with a majority, and truncated ones as wrong. `failed` counts
-    responses without a majority. `vote_agreement` is the mean share of agreeing pairs of votes on a
-    response (1 for single votes), `grader_agreement` the share of verdicts equal to the grader's. A
-    share of nothing is None.
-    """
-    judged = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
-    if not judged:
-        return None
-    decided = [one for one in judged if one["verdict"] is not None]
-    pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in judged]
-    agreements = [share for share in pairs if share is not None]
-    num_cut = sum(row.verdict == "truncated" for row in rows) if decided else 0
-    has_votes = any(vote for one in judged for vote in one["votes"])
-    return {
-        "judged": len(judged),
-        "failed": len(judged) - len(decided),
-        "accuracy": _share([one["verdict"] == "right" for one in decided] + [False] * num_cut),
-        "vote_agreement": sum(agreements) / len(agreements)
-        if agreements
-        else 1.0
-        if has_votes
-        else None,
-        "grader_agreement": _share(
-            [(one["verdict"] == "right") == (one["grader"] == "right") for one in decided]
-        ),
-    }
-
-
-def _pairs_that_agree(votes: Sequence[str]) -> float | None:
-    return _share([one == other for one, other in itertools.combinations(votes, 2)])
-
-
-def _share(values: Sequence[bool]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:

@@ -343,7 +343,7 @@ def benchmark_files(config: ChainConfig) -> dict[str, str]:
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the prompt, scorer and judge prompt files; for a suite, of each benchmark."""
+    """Digests of the prompt and scorer files; for a suite, of each benchmark."""
     if config.evaluate.benchmarks:
         return {
             f"{key} {name}": digest
@@ -355,8 +355,6 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
         files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
     if (scorer := scorer_file(config.evaluate)) is not None:
         files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
-    if config.evaluate.judge.prompt is not None:
-        files["judge_prompt"] = _file_digest("evaluate.judge.prompt", config.evaluate.judge.prompt)
     return files
 
 

@@ -60,6 +60,10 @@ class Gradable(Protocol):
         """The gold answer."""
 
     @property
+    def problem(self) -> str:
+        """The problem as it was asked."""
+
+    @property
     def data_source(self) -> str | None:
         """First argument of a training scorer."""
 
@@ -144,7 +148,7 @@ class ScorerGrader(Grader):
     """Grades with a training scorer: right if `acc`, by default the score, is at least 1.
 
     The scorer runs in killable processes and sees what it sees in training: the whole text,
-    including thinking that the server left in it. A call that fails or times out is graded wrong
+    including thinking that the server left in it. Its extra_info also has the `problem`. A call that fails or times out is graded wrong
     and counted. A scorer whose first 16 calls all fail is not called again. AISBench's columns
     repeat the verdict, regardless of how the response ended.
     """
@@ -176,7 +180,8 @@ class ScorerGrader(Grader):
             first = next(iter(self._failures.values()))
             error = f"was not called, because its first {self.num_killed} calls failed: {first}"
             return failed._replace(details={"error": error})
-        call = (self._scorer, item.data_source or "", response, item.gold, dict(item.extra_info))
+        extra_info = {"problem": item.problem, **item.extra_info}
+        call = (self._scorer, item.data_source or "", response, item.gold, extra_info)
         try:
             score, verdict, answer, acc = self._pool.submit(*call).result()
         except CallFailed as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eval.answers.grading import GraderName
-from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
+from eval.problems.prompts import TEMPLATES, Message, Prompt, Template, problem_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Item:
     options: tuple[str, ...] = ()  # compared by their log-probs; if empty, a response is generated
     data_source: str | None = field(default=None, compare=False)  # for scorers, like extra_info
     extra_info: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def problem(self) -> str:
+        """The last message of the prompt, or its whole text."""
+        return problem_of(self.prompt)
 
 
 @dataclass(frozen=True)

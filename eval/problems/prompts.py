@@ -14,6 +14,12 @@ Message = dict[str, str]  # {"role": ..., "content": ...}
 Prompt = tuple[Message, ...] | str  # messages of a chat, or the text to complete
 Api = Literal["chat", "completions"]
 
+
+def problem_of(prompt: Prompt) -> str:
+    """Return the last message of a prompt, or its whole text."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
 PLACE = "{problem}"
 DEFAULT = "default"  # the benchmark's own template
 

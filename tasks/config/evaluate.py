@@ -147,46 +147,6 @@ _REQUEST_KEYS = {
 }
 
 
-class JudgeConfig(Section):
-    """A model behind an OpenAI-compatible URL that judges responses; DAPO_JUDGE_API_KEY holds its
-    key.
-    """
-
-    base_url: str | None = volatile(None, "URL of the judge; unset: no judge.", min_length=1)
-    model: str | None = key(None, "Model name of the judge.", min_length=1)
-    prompt: str | None = key(
-        None,
-        "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in "
-        "prompt.",
-    )
-    votes: int = key(1, "Judge votes per response; the majority decides.", ge=1, le=99)
-    temperature: float = key(0.0, "Sampling temperature of the judge.", ge=0, le=10)
-    max_response_tokens: int = key(
-        4096, "Token limit of the judge's reply, thinking included.", ge=1
-    )
-    headline: bool = key(False, "Use the judge's verdict as the accuracy instead of the grader's.")
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> JudgeConfig:
-        if (self.base_url is None) != (self.model is None):
-            raise ValueError(
-                "evaluate.judge needs both evaluate.judge.base_url and evaluate.judge.model; set "
-                "both"
-            )
-        if self.headline and self.model is None:
-            raise ValueError(
-                "evaluate.judge.headline=true needs evaluate.judge.base_url and "
-                "evaluate.judge.model; set both"
-            )
-        if self.votes > 1 and self.temperature == 0:
-            raise ValueError(
-                f"evaluate.judge.votes={self.votes} at temperature 0 asks {self.votes} times for "
-                "the same vote; "
-                "set evaluate.judge.temperature, such as 0.7, or evaluate.judge.votes=1"
-            )
-        return self
-
-
 class EvaluateConfig(Section):
     """The before and after measurement."""
 
@@ -243,7 +203,6 @@ class EvaluateConfig(Section):
         "function).",
         min_length=1,
     )
-    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: Literal["settings", "model"] = key(
         "settings",
         "settings: temperature, top_p and top_k below; model: values from the model's "

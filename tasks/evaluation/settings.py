@@ -1,11 +1,10 @@
-"""Turns the section `evaluate` into evaluation sets, sampling, graders, judge and client limits."""
+"""Turns the section `evaluate` into evaluation sets, sampling, graders and client limits."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +17,7 @@ from dapo_core.reward.scorers import SCORERS, require_package
 from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.dispatch import Limits
-from eval.endpoint import Endpoint, Sampling
-from eval.judge import KEY_VARIABLE, PROMPT, Judge
+from eval.endpoint import Sampling
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
@@ -57,15 +55,9 @@ def benchmark_of(
     name: str,
     model_folder: Path | None,
 ) -> Benchmark:
-    """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in
-    `sampling_of`.
-    """
-    sampling, grader, judge = (
-        sampling_of(settings, model_folder),
-        grader_for(settings),
-        judge_for(settings),
-    )
-    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
+    """A benchmark with the sampling and grader of the settings; `model_folder` as in `sampling_of`."""
+    sampling, grader = sampling_of(settings, model_folder), grader_for(settings)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader)
 
 
 def load_sets(
@@ -213,7 +205,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-SCORER_SECONDS = 30.0  # per call
+SCORER_SECONDS = 120.0  # per call; a judge may think
 NUM_SCORERS = 4
 SHORT_DIGEST = 12
 
@@ -236,25 +228,6 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
         timeout_seconds=SCORER_SECONDS,
     )
     return ScorerGrader(pool, None if file else settings.scorer, rule)
-
-
-def judge_for(settings: EvaluateConfig) -> Judge | None:
-    """The judge of evaluate.judge, if any. Raises ConfigError or InputError for an unusable prompt."""
-    named = settings.judge
-    if named.base_url is None or named.model is None or settings.mode == "loglikelihood":
-        return None
-    try:
-        prompt = PROMPT if named.prompt is None else Path(named.prompt).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"evaluate.judge.prompt={named.prompt} cannot be read: {error}") from None
-    return Judge(
-        Endpoint(named.base_url, named.model, os.environ.get(KEY_VARIABLE)),
-        Sampling(named.max_response_tokens, named.temperature, seed=settings.seed),
-        named.votes,
-        prompt,
-        named.headline,
-        limits_of(settings),
-    )
 
 
 def limits_of(settings: EvaluateConfig) -> Limits:

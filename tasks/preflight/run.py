@@ -26,7 +26,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
 from tasks.evaluation.served_model import served_model
-from tasks.evaluation.settings import judge_for, scorer_file
+from tasks.evaluation.settings import scorer_file
 from tasks.external.environment import describe as describe_trainer
 from tasks.external.environment import trainer_versions
 from tasks.external.launch import planned_start
@@ -85,7 +85,6 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
         for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
             find_template(settings.prompt, default="given")
             scorer_file(settings)
-            judge_for(settings)
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     limit = check_machine(config, facts, inputs.model, on_nodes, findings)

@@ -21,11 +21,13 @@ from eval.results import read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary
 from flows.config import load_config_or_defaults
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.evaluation import settings
 from tasks.evaluation.settings import grader_for
-from tests.integration.arithmetic_server import ArithmeticServer, make_set
+from tests.integration.arithmetic_server import ArithmeticServer, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)
+JUDGE = PROJECT_ROOT / "configs" / "scorers" / "judge.py"
 # 0.5 for any response, 1 for the right sum; reads extra_info and data_source.
 SCORER = """
 import os, time
@@ -120,6 +122,41 @@ def test_the_same_failure_of_a_scorer_is_logged_once(
     assert summary.scorer["errors"] == 11
     assert caplog.text.count("Traceback") == 2
     assert "the scorer failed on 11 responses" in caplog.text
+
+
+def test_the_example_judge_decides_and_its_failures_are_asked_again(
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = {
+        0: "Same number.\n**Verdict: RIGHT**",
+        1: "<think>RIGHT</think>wrong.",
+        2: "Who knows",
+    }
+    with running() as court:
+        monkeypatch.setenv("DAPO_JUDGE_URL", court.url)
+        monkeypatch.setenv("DAPO_JUDGE_API_KEY", "key-of-the-judge-1234")
+        court.behave = lambda handler, prompt, attempt: (
+            handler.send(503, b"busy")
+            if attempt == 1
+            else handler.say(replies[int(prompt.split("Problem:\n")[1][0])])
+        )
+        summary = evaluated(server, tmp_path / "out", JUDGE, 3)
+        assert [row.verdict for row in read_rows(tmp_path / "out").values()] == [
+            "right",  # although the exact rule calls it wrong
+            "wrong",
+            "wrong",
+        ]
+        assert summary.scorer == {"mean_score": 0.5, "errors": 1}
+        _, authorization, body = court.requests[0]
+        assert authorization == "Bearer key-of-the-judge-1234"
+        [message] = body["messages"]
+        assert "Problem:\n" in message["content"]
+        assert "Response:\nAnswer: \\boxed{" in message["content"]
+
+        num_asked, num_judged = len(server.requests), len(court.requests)
+        replies[2] = "RIGHT"
+        assert evaluated(server, tmp_path / "out", JUDGE, 3).accuracy == pytest.approx(2 / 3)
+        assert (len(server.requests), len(court.requests)) == (num_asked, num_judged + 1)
 
 
 @pytest.mark.parametrize("scorer", ["math_verify", "geo3k"])

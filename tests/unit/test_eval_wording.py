@@ -137,8 +137,6 @@ def test_the_same_model_is_claimed_only_with_proof(
     ("settings", "is_twice"),
     [
         ({}, True),
-        ({"judge": {"model": "j", "votes": 1, "headline": False}}, True),
-        ({"judge": {"model": "j", "votes": 1, "headline": True}}, False),
         ({"grader": "scorer-own/1"}, False),
         ({"grader": LikelihoodGrader.rule}, False),
         ({"grader": ChoiceGrader.rule}, False),

@@ -405,8 +405,6 @@ def test_a_custom_grader_is_tried_before_a_run(tmp_path: Path, model: Path) -> N
     path.write_text("def compute_score(**_):\n    return 1\n")
     assert grader(scorer=str(path)) == []
     assert "is not a scorer, FILE.py or" in grader(scorer="math_verfy")[0].found
-    absent = grader(judge={"base_url": "http://localhost", "model": "m", "prompt": "absent.txt"})
-    assert "evaluate.judge.prompt=absent.txt cannot be read" in absent[0].found
 
 
 def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
