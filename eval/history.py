@@ -1,6 +1,4 @@
-"""Evaluations over time: each paired with the previous and the first one, plus trend and change
-points.
-"""
+"""Evaluations over time: each paired with the previous and the first one, plus a trend."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from typing import Any
 
 from downloads.nearest import nearest
 from durable import write_atomically
-from eval.change_points import MIN_RUNS, ChangePoint, find_change_points
-from eval.pages import format_p, percent, plain_p, points, points_interval, render
+from eval.pages import format_p, plain_p, points, points_interval, render
 from eval.report import REPORT_JSON
 from eval.results import (
     RESULTS_FILE,
@@ -103,8 +100,6 @@ class Series:
     trend: Trend | None
     num_tests: int
     differs: tuple[str, ...]  # differences from the first series of the benchmark
-    change_points: tuple[ChangePoint, ...] = ()
-    num_lines: int = 1  # series that the change-point test is adjusted over
 
     @property
     def expected_false_alarms(self) -> float:
@@ -123,20 +118,6 @@ class Series:
             if change
         ]
         return f"{self.points[-1].label} is {', and '.join(parts)}." if parts else ""
-
-    @property
-    def level_sentences(self) -> list[str]:
-        """A sentence per change point, or one that there is none; [] for a series too short to
-        test.
-        """
-        if len(self.points) < MIN_RUNS:
-            return []
-        return [
-            f"The level changed at {self.points[point.place].label}: {percent(point.before)} "
-            "before, "
-            f"{percent(point.after)} from then on (p {format_p(point.p)})."
-            for point in self.change_points
-        ] or [f"No change point in {len(self.points)} runs."]
 
 
 def _better_or_worse(change: Change) -> str:
@@ -169,7 +150,6 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
                 [f"{point.at:%Y-%m-%d}" for point in series.points],
                 [(point.accuracy, point.interval) for point in series.points],
                 None if series.trend is None else (series.trend.first, series.trend.last),
-                [(point.place, point.before, point.after) for point in series.change_points],
             )
         )
         for series in history
@@ -221,29 +201,7 @@ def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> l
             alike.setdefault(key, []).append(point)
         ordered = sorted(alike.values(), key=len, reverse=True)
         history += [_series(group, ordered[0][0]) for group in ordered]
-    return _with_change_points(history)
-
-
-def _with_change_points(history: Sequence[Series]) -> list[Series]:
-    """The series with change points found in those that are long enough."""
-    lines = {number: line for number, series in enumerate(history) if (line := _line(series))}
-    found = dict(zip(lines, find_change_points([*lines.values()]), strict=True)) if lines else {}
-    return [
-        replace(series, change_points=tuple(found.get(number, ())), num_lines=len(lines))
-        for number, series in enumerate(history)
-    ]
-
-
-def _line(series: Series) -> list[float]:
-    """Accuracies over the items that every run answered; [] if there are too few runs or no such
-    items.
-    """
-    rows = _shared_rows(series.points)
-    return (
-        [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-        if len(series.points) >= MIN_RUNS
-        else []
-    )
+    return history
 
 
 def _without_repeats(points: Sequence[Point]) -> list[Point]:

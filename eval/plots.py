@@ -264,13 +264,8 @@ def history_plot(
     labels: Sequence[str],
     points: Sequence[tuple[float, tuple[float, float]]],
     trend: tuple[float, float] | None,
-    changes: Sequence[tuple[int, float, float]] = (),
 ) -> str:
-    """Accuracies with 95 % intervals over runs.
-
-    `trend` holds the first and last value of the fitted line, `changes` the change points as (index
-    of the first run after the change, mean before, mean after).
-    """
+    """Accuracies with 95 % intervals over runs, and first and last value of the trend's line."""
     figure, axes = new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
     axes.errorbar(
@@ -295,16 +290,6 @@ def history_plot(
             linewidth=1.2,
             linestyle="--",
             label="trend",
-        )
-    for place, before, after in changes:
-        colour = COLOUR["up" if after > before else "down"]
-        axes.axvline(place - 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(
-            f"{100 * (after - before):+.1f}",
-            (place - 0.4, 0.02),
-            xycoords=("data", "axes fraction"),
-            color=colour,
-            fontsize=8,
         )
     step = -(-len(labels) // 8)
     axes.set_xticks(places[::step], [plain(label) for label in labels[::step]])

@@ -44,7 +44,6 @@ EXCLUDED_CODE = (
     "dapo_core/merge",  # runs after training and is declared by its own stage
     "eval/__init__.py",
     "eval/breakdown.py",
-    "eval/change_points.py",
     "eval/checkpoint_curve.py",
     "eval/compare.py",
     "eval/compare_trainings.py",
