@@ -40,7 +40,6 @@ LONGEST_FILES = (
     "test_own_data.py",
     "test_slow_line.py",
     "test_cluster_up.py",
-    "test_rendered.py",
     "test_training.py",
     "test_deployments.py",
     "test_cancelling.py",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli import rendering
 from flows.cli.options import JsonOption, StoreOption
 from flows.services import DEFAULT_STORE, store_option
 
@@ -25,7 +24,6 @@ cluster = typer.Typer(
     rich_markup_mode=None,
     epilog="Example: dapo cluster up nodes.yaml; dapo cluster status nodes.yaml; dapo cluster down nodes.yaml",
 )
-cluster.add_typer(rendering.app)
 app.add_typer(
     cluster,
     name="cluster",

@@ -1,1 +1,1 @@
-"""A cluster's machines: their inventory, Ray on them, and rendered start files."""
+"""A cluster's machines: their inventory, and Ray on them."""

@@ -270,10 +270,8 @@ def _from_volcano(environ: Mapping[str, str]) -> _Allocation:
         name = socket.gethostname()
         raise ConfigError(
             f"pod {name}: Kubernetes does not tell a pod the names of the others. Use Volcano, "
-            "which does (plugin "
-            "svc, VC_*_HOSTS), list the pods in an inventory (a StatefulSet has NAME-0.SERVICE and "
-            "so on), or let "
-            "KubeRay start them: `dapo cluster render INVENTORY --kuberay`"
+            "which does (plugin svc, VC_*_HOSTS), list the pods in an inventory (a StatefulSet has "
+            "NAME-0.SERVICE and so on), or let KubeRay start them: deploy/rayjob.yaml"
         )
     tasks = sorted(found, key=lambda task: (not any(head in task for head in _HEADS), task))
     names = [name.strip() for task in tasks for name in found[task].split(",") if name.strip()]

@@ -187,7 +187,7 @@ def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
             "not a number of devices",
         ),
         ({"PBS_NODEFILE": "/nowhere/nodes"}, "/nowhere/nodes cannot be read"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "render INVENTORY --kuberay"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "deploy/rayjob.yaml"),
     ],
 )
 def test_a_job_without_the_needed_variables_says_which(environ: dict[str, str], words: str) -> None:
