@@ -107,7 +107,7 @@ def print_trainer(config: ChainConfig) -> None:
     typer.echo(redact(f"train_policy starts {config.train.backend}:\n  {words}"))
 
 
-def print_memory(plan: MemoryPlan, change: str | None) -> None:
+def print_memory(plan: MemoryPlan) -> None:
     """Print device memory per phase, then caches, host memory and disk, and the keys to change."""
     for load in plan.loads:
         print_table(_load_table(plan, load))
@@ -131,8 +131,8 @@ def print_memory(plan: MemoryPlan, change: str | None) -> None:
     typer.echo("\n".join(lines))
     for shortage in plan.shortages:
         typer.secho(f"does not fit: {shortage}", fg="red")
-    if change is not None:
-        typer.secho(f"change that fits: {change}", fg="yellow")
+    if plan.shortages:
+        typer.secho(f"to save memory, {plan.advice}", fg="yellow")
     elif plan.limit.num_bytes is None:
         typer.secho(
             "device memory is unknown: set train.device_model, or use --device-gigabytes",

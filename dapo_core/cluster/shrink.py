@@ -12,10 +12,9 @@ from ray.util.placement_group import remove_placement_group
 
 from dapo_core.cluster.every_node import living_nodes
 from dapo_core.cluster.placement import Demand, Places, demands, place_roles
-from dapo_core.config.loading import resolve
+from dapo_core.config.loading import changed, resolve
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import Limit, find_device
-from dapo_core.memory.fitting import changed
 from dapo_core.memory.plan import plan_memory
 from dapo_core.memory.shape import shape_of
 

@@ -120,6 +120,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return tree
 
 
+def changed(config: Root, values: Mapping[str, Any]) -> Root:
+    """Return the configuration with new values by key, without validation."""
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        part = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
 def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     """Validate a plain tree of sections and keys; expands a leading `~/`.
 

@@ -27,6 +27,13 @@ SLACK = 0.05  # assumed share of a rank's tensors: freed blocks that torch's all
 PROCESS_BYTES = {"rank": int(0.45 * GIB), "vllm": int(0.8 * GIB), "hf": int(0.45 * GIB)}
 OTHERS_BYTES, SCORER_BYTES = GIB, int(0.1 * GIB)
 MERGED = 4  # bytes per parameter of a merged model, at most
+ADVICE = (
+    "from cheap to dear: lower train.logits_chunk_tokens, train.micro_batch_tokens or "
+    "rollout.max_num_seqs; change rollout.memory_utilization (on a CPU memory_gigabytes); set "
+    "train.gradient_checkpointing or train.offload_*; raise train.sequence_parallel or "
+    "rollout.tensor_parallel; use more devices"
+)
+MEGATRON_ADVICE = "; or raise Megatron's parallel sizes in external.overrides"
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,11 @@ class MemoryPlan:
                 f"sequence of {self.longest} tokens needs {self.engine.sequence_bytes / GIB:.2f}"
             )
         return shortages
+
+    @property
+    def advice(self) -> str:
+        """The keys that save memory."""
+        return ADVICE if self.rank is not None else ADVICE + MEGATRON_ADVICE
 
 
 def plan_memory(

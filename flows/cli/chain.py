@@ -327,22 +327,21 @@ def plan_devices(
 
     from flows.tables import print_json, print_memory, print_time
     from tasks.execution.retries import LASTING_EXIT_CODE
-    from tasks.preflight.memory import change_that_fits, plan_of
+    from tasks.preflight.memory import plan_of
     from tasks.runs.step_time import time_of
 
     content: dict[str, Any] = {}
-    found, change, time = None, None, time_of(settings, gigabytes) if is_time else None
+    found, time = None, time_of(settings, gigabytes) if is_time else None
     if is_memory:
         found = plan_of(settings, gigabytes=gigabytes)
-        change = change_that_fits(settings, found) if found.shortages else None
-        content = {**asdict(found), "shortages": found.shortages, "change": change}
+        content = {**asdict(found), "shortages": found.shortages}
     if time is not None:
         content |= {"time": {**asdict(time), "step_seconds": time.step_seconds}}
     if is_json:
         print_json(content)
     else:
         if found is not None:
-            print_memory(found, change)
+            print_memory(found)
         if time is not None:
             print_time(time)
     if found is not None and found.shortages and not settings.train.allow_oversubscription:

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo_core.config.loading import changed
 from dapo_core.config.training import TrainingConfig
 from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB, Limit, find_device
-from dapo_core.memory.fitting import Root, changed, describe, smallest_change
 from dapo_core.memory.plan import MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
-from tasks.preflight.megatron import megatron_change, splits_in
+from tasks.preflight.megatron import splits_in
 
 
 def plan_of(
@@ -45,24 +45,7 @@ def plan_of(
     )
 
 
-def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None = None) -> str:
-    """Return the options that make a plan with shortages fit."""
-    shape = shape_of(model_config(config.model, folder))
-    if splits_in(config, shape) is not None:
-        return megatron_change(config, shape, plan) or (
-            "neither offloading nor larger splits make it fit: use more devices (train.num_ranks)"
-        )
-
-    def replan(other: TrainingConfig) -> MemoryPlan:
-        return plan_memory(_as_counted(other), shape, plan.limit)
-
-    change = smallest_change(config, shape, replan)
-    if change is None:
-        return "no change of keys makes it fit: use a smaller model or a lower response limit"
-    return describe(change)
-
-
-def _as_counted(config: Root) -> Root:
+def _as_counted(config: ChainConfig) -> ChainConfig:
     """Return the recipe for the memory formulas: verl computes the logits of a whole micro-batch at
     once.
     """
@@ -97,9 +80,7 @@ def check_memory(
     is_allowed = (
         config.train.allow_oversubscription or not is_own
     )  # plans for verl were never checked on devices
-    advice = (
-        f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows the details"
-    )
+    advice = f"{plan.advice}; dapo plan CONFIG --memory shows the details"
     if not is_allowed:
         advice += ", and train.allow_oversubscription=true runs it anyway"
     findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)

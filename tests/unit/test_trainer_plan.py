@@ -14,7 +14,7 @@ from dapo_core.errors import ConfigError
 from flows.cli import app
 from flows.config import Config, load_config
 from tasks.external.launch import planned_start
-from tasks.preflight.memory import change_that_fits, plan_of
+from tasks.preflight.memory import plan_of
 from tasks.stages import training_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,52 +96,6 @@ def recipe_235b(overrides: str, *sets: str) -> Config:
             *sets,
         ),
     )
-
-
-def change(config: Config) -> str:
-    plan = plan_of(config, gigabytes=64)
-    assert plan.shortages
-    return change_that_fits(config, plan)
-
-
-ENDS = ", ".join(
-    f"++{MEGATRON}override_transformer_config.account_for_{what}_in_pipeline_split=True"
-    for what in ("embedding", "loss")
-)
-
-
-def test_a_megatron_plan_suggests_the_first_change() -> None:
-    splits = (
-        f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
-    )
-    experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
-    off = ("train.offload_parameters=false", "train.offload_optimizer=false")
-    said = change(recipe_235b(f"{splits}, {experts}", *off))
-    assert said.startswith("--set train.offload_parameters=true")
-    assert not plan_of(
-        recipe_235b(
-            f"{splits}, {experts}", "train.offload_parameters=true", "train.offload_optimizer=true"
-        ),
-        gigabytes=64,
-    ).shortages
-    # Without a split of the experts none of the offloads is enough.
-    said = change(recipe_235b(f"{splits}, {MEGATRON}expert_tensor_parallel_size=1", *off))
-    assert "in external.overrides" in said
-    assert f"{MEGATRON}expert_model_parallel_size=" in said
-
-
-def test_engines_too_small_for_the_weights_get_more_devices() -> None:
-    splits = (
-        f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
-    )
-    experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
-    small = (
-        "rollout.num_workers=32",
-        "rollout.tensor_parallel=4",
-    )  # 470 GB / 4 is more than a device has
-    offloaded = ("train.offload_parameters=true", "train.offload_optimizer=true")
-    said = change(recipe_235b(f"{splits}, {experts}", *offloaded, *small))
-    assert said == "--set rollout.tensor_parallel=16 --set rollout.num_workers=8"
 
 
 def test_indivisible_splits_are_refused() -> None:
