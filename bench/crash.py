@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dapo_core.checkpoint.folder import latest_checkpoint
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
 from tasks.execution.command import dapo_command
 from tasks.processes import supervisor
@@ -50,7 +50,7 @@ OVERRIDES = (
 )
 Role = Literal["driver", "rank", "worker", "group", "raylet"]
 RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # as in docs/checkpoints.md
-TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
+TITLES = {"rank": "ray::PolicyRank", "worker": "ray::RolloutRank"}
 DEADLINE_SECONDS = 900.0
 POLL_SECONDS = 0.02
 SPREAD_SECONDS = 5.0  # a kill comes at most this long after its step

@@ -97,7 +97,8 @@ def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
 def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> Measurement:
     """Run one engine on the load."""
     started = time.perf_counter()
-    from dapo_core.engines.base import EngineSettings, build_engine
+    from dapo_core.engines.base import EngineSettings
+    from dapo_core.engines.factory import build_engine
 
     prompts = recipe_prompts(model_path, NUM_PROMPTS)
     settings = EngineSettings(

@@ -70,7 +70,7 @@ def main() -> None:
 def run_job(job: Job) -> Outcome:
     """Build what the job needs and is not in the store; runs in a process of its own."""
     _print_lines()
-    from dapo_core.metrics.step import METRICS_FILE
+    from dapo_core.metrics.log import METRICS_FILE
     from eval.training import read_training_metrics, series, training_totals
     from flows.config import load_config
     from tasks.artifacts.store import ArtifactStore
@@ -192,7 +192,8 @@ def _answer(
 def _write_answers(
     config: Config, data: Artifact, model: Artifact, folder: Path
 ) -> Mapping[str, Any]:
-    from dapo_core.engines.base import EngineSettings, GenerationRequest, build_engine
+    from dapo_core.engines.base import EngineSettings, GenerationRequest
+    from dapo_core.engines.factory import build_engine
     from dapo_core.model.pretrained import load_tokenizer
     from eval.answers.grading import grade
     from eval.problems.registry import load_set

@@ -107,10 +107,10 @@ def measure(engine: str, model_path: Path) -> tuple[list[Pass], list[Pass]]:
 
 
 def _measured_worker() -> type:
-    from dapo_core.cluster.start import _RolloutRank
+    from dapo_core.cluster.roles import RolloutRank
     from dapo_core.engines.base import GenerationRequest
 
-    class Measured(_RolloutRank):
+    class Measured(RolloutRank):
         """A rollout worker that times the gaps between its engine's steps."""
 
         def start(self, *arguments: Any) -> None:

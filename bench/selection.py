@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.draw.account import Draw
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt, PromptStream
-from dapo_core.draw.sampler import Draw, Sampler
+from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import FinishReason, Response
 from dapo_core.reward.scorers import Verdict
 

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.checkpoint.folder import TRACKERS_FILE, generations_file
 from dapo_core.errors import ConfigError
 from dapo_core.tracker_clients import CLIENTS, Client, Place, Record, finite
-from dapo_core.validation import generations_file
 from durable import read_json_lines, write_atomically
 from redaction import redact, redacted
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACKERS_FILE = "trackers.json"  # in the training output: its runs in the trackers
 MAX_WAITING = 10_000  # queued calls per tracker; more are dropped
 CLOSE_SECONDS = 60.0  # time for queued calls when training ends
 

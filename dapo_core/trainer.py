@@ -31,28 +31,30 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.algorithm.advantage import weigh
 from dapo_core.algorithm.batch import Batch, Measured, build_batch, shuffled
-from dapo_core.algorithm.compat import Compat
 from dapo_core.algorithm.kl import KLController
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
-from dapo_core.draw.sampler import Draw, Sampler
+from dapo_core.config.compat import Compat
+from dapo_core.draw.account import Draw
+from dapo_core.draw.sampler import Sampler
 from dapo_core.machine.device import device_for
 from dapo_core.machine.stopping import StopRequest
-from dapo_core.metrics import step as measure
+from dapo_core.machine.timers import PhaseTimer
+from dapo_core.metrics.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.metrics.flops import ActorUtilization
+from dapo_core.metrics.log import MetricsLog, format_step
 from dapo_core.metrics.mismatch import correction_metrics
-from dapo_core.metrics.step import PhaseTimer
+from dapo_core.metrics.step import draw_metrics, timing_metrics, training_metrics
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.turns import Turns
-from dapo_core.weights.engine_checks import probe_difference, require_sampled_alike
 
 if TYPE_CHECKING:
+    from dapo_core.algorithm.update import Update
     from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
     from dapo_core.draw.prompts import PromptStream
-    from dapo_core.policy.optimizer import Update
     from dapo_core.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ class Trainer:
         """Run training step `number`, starting at 1; returns its metrics."""
         config, timer = self.config, PhaseTimer()
         draw = self._draw(number, timer)
-        metrics = measure.draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
+        metrics = draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
 
         if draw.groups:  # empty if on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)
@@ -125,7 +127,7 @@ class Trainer:
             )
             metrics |= kl_metrics
             metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
-            metrics |= measure.training_metrics(groups, batch, measured, updates, config)
+            metrics |= training_metrics(groups, batch, measured, updates, config)
             metrics |= self.utilization.metrics(
                 batch, timer.seconds["update_actor"], config.train.passes
             )
@@ -136,7 +138,7 @@ class Trainer:
         metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
         metrics |= self.turns.memory_metrics()
         self._keep(metrics, timer)
-        metrics |= measure.timing_metrics(timer.read(), draw.groups, config.num_devices)
+        metrics |= timing_metrics(timer.read(), draw.groups, config.num_devices)
         self._log(number, metrics)
         return metrics
 
@@ -163,7 +165,7 @@ class Trainer:
         """Restore the state of a checkpoint, or start from the beginning if None."""
         if checkpoint is None:
             self.stream.position = 0
-            self.log = measure.MetricsLog(self.output_dir, None)
+            self.log = MetricsLog(self.output_dir, None)
             self.validation.begin()
             return
         state = read_state(checkpoint)
@@ -227,7 +229,7 @@ class Trainer:
             probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("generate", timer)
         with timer.phase("weight_sync"):
-            return probe_difference(self.cluster.rollouts, probe, probed, self.dtypes)
+            return probe_difference(self.cluster.rollouts.log_probs, probe, probed, self.dtypes)
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:
         if not is_due(number, self.config.validation.every, self.config.train.total_steps):
@@ -258,7 +260,7 @@ class Trainer:
 
     def _log(self, number: int, metrics: Mapping[str, float]) -> None:
         self.log.append(number, self.policy_version, metrics)
-        logger.info("%s", measure.format_step(number, metrics))
+        logger.info("%s", format_step(number, metrics))
 
     def _while_waiting(self) -> None:
         self.checkpoints.poll()

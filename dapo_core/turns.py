@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
+
+from dapo_core.memory.holdings import OF_RANKS, Phase, holdings
 
 if TYPE_CHECKING:
     from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.train import TrainConfig
-    from dapo_core.metrics.step import PhaseTimer
-
-Phase = Literal["generate", "anchor", "update", "publish"]
-
-WEIGHTS, GRADIENTS, OPTIMIZER, KV_CACHE = "weights", "gradients", "optimizer", "kv_cache"
-OF_RANKS = frozenset({WEIGHTS, GRADIENTS, OPTIMIZER})
-OF_ENGINES = frozenset({WEIGHTS, KV_CACHE})
-NOTHING: frozenset[str] = frozenset()
-
-
-class Holding(NamedTuple):
-    """State on the devices."""
-
-    ranks: frozenset[str]
-    engines: frozenset[str]
-
-
-# In the order of a step, if ranks and engines share devices.
-COLOCATED: dict[Phase, Holding] = {
-    "generate": Holding(NOTHING, OF_ENGINES),
-    "anchor": Holding(frozenset({WEIGHTS}), NOTHING),
-    "update": Holding(OF_RANKS, NOTHING),
-    "publish": Holding(frozenset({WEIGHTS}), frozenset({WEIGHTS})),
-}
-
-
-def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
-    """Return what ranks and engines hold in each phase, for the training's placement.
-
-    On separate devices, engines always hold everything, and ranks everything that no train.offload
-    key moves away. With another backend, ranks do the same on shared devices, except for gradients,
-    which only exist during an update.
-    """
-    is_own = train.backend == "own"
-    if train.is_colocated and is_own:
-        return COLOCATED
-    offloaded = {
-        WEIGHTS: train.offload_parameters,
-        OPTIMIZER: train.offload_optimizer,
-        GRADIENTS: not is_own,
-    }
-    kept = frozenset(name for name in OF_RANKS if not offloaded[name])
-    return {
-        phase: Holding(shared.ranks | kept, shared.engines if train.is_colocated else OF_ENGINES)
-        for phase, shared in COLOCATED.items()
-    }
+    from dapo_core.machine.timers import PhaseTimer
 
 
 class Turns:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_core.draw.groups import Group, GroupRequest, Rollout
+from dapo_core.checkpoint.folder import GENERATIONS_FOLDER, generations_file
+from dapo_core.draw.groups import Group, GroupRequest, GroupSource, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.report import STALL_ADVICE
 from dapo_core.draw.tokenizing import tokenize_prompts
-from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
+from dapo_core.model.sampling import Sampling
 from dapo_core.reward.routing import require_scorers
 from durable import write_atomically
 from eval.problems.prompts import DEFAULT, find_template, make_messages
@@ -28,13 +29,11 @@ from eval.problems.registry import OWN, read_held_out
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
 
 CORE = "acc"  # its mean, best and maj at N are verl's core metrics
 VALUES = (CORE, "score", "reward")
 NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
-GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 
 
 def held_out_prompts(
@@ -95,7 +94,7 @@ class Validation:
         """Delete the responses of an earlier training in the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def run(self, source: RolloutGroup, step: int) -> dict[str, float]:
+    def run(self, source: GroupSource, step: int) -> dict[str, float]:
         """Validate after training step `step`; returns the metrics. Raises like `validate`."""
         rollouts = validate(
             source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples
@@ -123,13 +122,8 @@ class Validation:
         }
 
 
-def generations_file(folder: Path, step: int) -> Path:
-    """Return the file in which a training in `folder` keeps the validation responses after `step`."""
-    return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"
-
-
 def validate(
-    source: RolloutGroup,
+    source: GroupSource,
     prompts: Sequence[Prompt],
     step: int,
     max_seconds: float,

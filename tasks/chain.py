@@ -15,7 +15,7 @@ from prefect.runtime import task_run
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
 from dapo_core.checkpoint.manifest import shard_digests
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST, require_model_folder
 from durable import link_or_copy, read_json_lines
 from eval.run import evaluate_all

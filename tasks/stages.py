@@ -120,7 +120,7 @@ PREPARE_DATA = Stage(
         "dapo_core/demo/arithmetic.py",
         # checks that every data source has a scorer
         "dapo_core/reward",
-        "dapo_core/algorithm/compat.py",
+        "dapo_core/config/compat.py",
         # the data card
         "eval/pages.py",
         "eval/templates/data_card.md.j2",
@@ -191,10 +191,14 @@ TRAIN_POLICY = Stage(
     ),
     code=(
         "dapo_core",
+        "dapo_core/memory/holdings.py",
         "eval/answers",
         "eval/problems",
         # these sections derive values with code
-        *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "train", "training")),
+        *(
+            f"dapo_core/config/{name}.py"
+            for name in ("algorithm", "compat", "rollout", "train", "training")
+        ),
     ),
     packages=(
         "torch",
@@ -215,7 +219,7 @@ TRAIN_OTHER = replace(
     code=(
         "interop",
         "dapo_core/reward",
-        "dapo_core/algorithm/compat.py",
+        "dapo_core/config/compat.py",
         "eval/answers",
         "eval/problems",
     ),

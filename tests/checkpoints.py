@@ -20,7 +20,7 @@ from dapo_core.draw.groups import GroupRequest
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.machine.digests import content_part
-from dapo_core.metrics.step import PhaseTimer
+from dapo_core.machine.timers import PhaseTimer
 from tests.batches import make_group
 from tests.configs import make_config
 

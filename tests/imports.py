@@ -38,9 +38,11 @@ def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -
     return frozenset(found)
 
 
-def files_imported(name: str, with_strings: bool = False) -> frozenset[str]:
-    """The project's files that the file imports when it runs; paths relative to the project's root."""
-    modules = modules_of(name, with_types=False, with_strings=with_strings)
+def files_imported(
+    name: str, with_types: bool = False, with_strings: bool = False
+) -> frozenset[str]:
+    """The project's files that the file imports, `with_types` or when it runs; relative to the root."""
+    modules = modules_of(name, with_types, with_strings)
     return frozenset(
         path for module in modules if (path := _file_of(module)) is not None and path != name
     )

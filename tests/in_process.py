@@ -26,14 +26,15 @@ from dapo_core.cluster import actors, policy_group, rollout_group
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.start import Cluster, WeightTransfer, engine_settings
+from dapo_core.cluster.start import Cluster
 from dapo_core.config.training import TrainingConfig
 from dapo_core.draw.rollout import RolloutWorker
-from dapo_core.engines.base import build_engine
+from dapo_core.engines.factory import build_engine, engine_settings
 from dapo_core.machine.device import device_for
+from dapo_core.memory.holdings import OF_RANKS
 from dapo_core.model.pretrained import load_model_config, load_tokenizer
 from dapo_core.policy.rank import Policy
-from dapo_core.turns import OF_RANKS
+from dapo_core.weights.transfer import WeightTransfer
 
 
 class _Reference:
@@ -126,7 +127,7 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
             watched.add("policy rank", [policy])
             watched.add("rollout worker", [worker])
             hidden_size = load_model_config(model_path).get_text_config().hidden_size
-            weights = WeightTransfer([policy], [[worker]], watched)
+            weights = WeightTransfer([policy], [[worker]], watched.get)
             weights.connect([True], str)
             yield Cluster(
                 PolicyGroup([policy], config, watched, hidden_size),

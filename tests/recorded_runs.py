@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from eval.compare import compare
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, Provenance, make_report, render_markdown
 from eval.training import read_training_metrics

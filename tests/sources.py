@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dapo_core.algorithm.compat import OURS, Compat
+from dapo_core.config.compat import OURS, Compat
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.draw.account import Draw
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import Prompt, PromptStream
-from dapo_core.draw.sampler import Draw, Sampler
+from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import FinishReason, Response
 from tests.batches import make_group
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dapo_core.algorithm.compat import Compat
 from dapo_core.algorithm.correction import importance_weights, mask_rollouts
+from dapo_core.config.compat import Compat
 
 if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch, Measured

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dapo_core.algorithm.compat import Compat
 from dapo_core.algorithm.kl import MAX_LOG_RATIO, kl_estimate
+from dapo_core.config.compat import Compat
 
 if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch

@@ -37,6 +37,8 @@ from durable import sync
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # folder in a training output
+TRACKERS_FILE = "trackers.json"  # in the training output: its runs in the trackers
+GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 LATEST_FILE = "latest"
@@ -156,3 +158,8 @@ def _accuracy(checkpoint: Path) -> float | None:
     except CheckpointError as error:
         logger.warning("ignored when choosing the best checkpoint: %s", error)
         return None
+
+
+def generations_file(folder: Path, step: int) -> Path:
+    """Return the file in which a training in `folder` keeps the validation responses after `step`."""
+    return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from dapo_core.checkpoint.folder import (
     CHECKPOINTS,
     DAMAGED,
+    GENERATIONS_FOLDER,
     LATEST_FILE,
     PARTIAL,
+    TRACKERS_FILE,
     checkpoint_folders,
     latest_checkpoint,
     step_folders,
@@ -26,9 +28,7 @@ from dapo_core.checkpoint.manifest import verify_checkpoint
 from dapo_core.checkpoint.others import NEWEST_FILE, other_checkpoints
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
-from dapo_core.metrics.step import METRICS_FILE, MetricsLog
-from dapo_core.trackers import TRACKERS_FILE
-from dapo_core.validation import GENERATIONS_FOLDER
+from dapo_core.metrics.log import METRICS_FILE, MetricsLog
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dapo_core.checkpoint.folder import (
     CONFIG_FILE,
@@ -38,13 +38,22 @@ from dapo_core.model.folder import copy_model_files, model_files, weight_names
 from durable import FULL_DISK_ERRORS, publish, sync, write_atomically
 
 if TYPE_CHECKING:
-    from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # between polls of the ranks while the sampler waits for groups
 WAIT_SECONDS = 0.05  # between polls of the ranks while training waits for the shards
+
+
+class ShardWriter(Protocol):
+    """Writes the ranks' shards: cluster.policy_group.PolicyGroup."""
+
+    def save(self, folder: str, asynchronous: bool) -> None: ...
+
+    def is_saved(self) -> bool: ...
+
+    def checkpoint_bytes(self) -> int: ...
 
 
 @dataclass
@@ -70,7 +79,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, model_path: Path, shards: PolicyGroup, config: TrainingConfig
+        self, folder: Path, model_path: Path, shards: ShardWriter, config: TrainingConfig
     ) -> None:
         self.folder = folder
         self.model_path = model_path

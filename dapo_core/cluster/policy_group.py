@@ -24,14 +24,14 @@ from dapo_core.algorithm.batch import (
     split_batch,
 )
 from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.update import Update
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
-from dapo_core.policy.optimizer import Update
 from dapo_core.policy.profiling import PROFILES, trace_name
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.metrics.step import PhaseTimer
+    from dapo_core.machine.timers import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

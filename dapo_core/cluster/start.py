@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,108 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.cluster.roles import EngineRank, PolicyRank, RolloutRank
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.cluster.shrink import place_what_is_left
-from dapo_core.draw.rollout import RolloutWorker
-from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
-from dapo_core.errors import DapoError, counted
+from dapo_core.engines.base import EnginePart
+from dapo_core.errors import counted
 from dapo_core.machine.device import Device, device_for
-from dapo_core.machine.ports import meeting_point
 from dapo_core.machine.versions import require_versions
-from dapo_core.model.pretrained import load_model_config, load_tokenizer
-from dapo_core.policy.rank import Policy
-from dapo_core.policy.requirements import require_averages
-from dapo_core.turns import OF_RANKS
-from dapo_core.weights.inbox import open_inbox
-from dapo_core.weights.links import Link
-from dapo_core.weights.proof import Loaded, merge_checksums, require_arrived
+from dapo_core.memory.holdings import OF_RANKS
+from dapo_core.model.pretrained import load_model_config
+from dapo_core.weights.transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.weights.plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-
-
-class WeightTransfer:
-    """Sends weights from policy rank 0 to every process of every engine.
-
-    On CPUs, processes on rank 0's node read its shared memory. On accelerators, the process that
-    shares rank 0's device uses IPC handles, since an NCCL or HCCL group may not contain a device
-    twice. All others get broadcasts.
-    """
-
-    def __init__(
-        self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors
-    ) -> None:
-        """`engines` lists the parts of each engine; the first part is the rollout worker."""
-        self.ranks = ranks
-        self.workers = [parts[0] for parts in engines]
-        self.parts = [part for parts in engines for part in parts]
-        self.names = [
-            f"rollout worker {worker} of {len(engines)}"
-            + (f", part {part} of {len(parts)}" if part else "")
-            for worker, parts in enumerate(engines)
-            for part in range(len(parts))
-        ]
-        self.actors = actors
-        self.plan = actors.get(ranks[0].weight_plan.remote())
-
-    def connect(
-        self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
-    ) -> None:
-        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's
-        memory.
-
-        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a
-        rendezvous address for rank 0 and the other processes.
-        """
-        memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
-        size = 1 + is_local.count(False)
-        address = meeting_point() if size > 1 else ""
-        links = [
-            Link(True, memory, sum(is_local[:number]), sum(is_local), on_device)
-            if local
-            else Link(False, address, 1 + is_local[:number].count(False), size)
-            for number, local in enumerate(is_local)
-        ]
-        calls = [
-            part.connect.remote(link, self.plan)
-            for part, link in zip(self.parts, links, strict=True)
-        ]
-        if size > 1:
-            calls.append(self.ranks[0].join_receivers.remote(address, size))
-        self.actors.get(calls)
-
-    def send(self, policy_version: int) -> None:
-        """Load the policy's weights into every engine.
-
-        Raises RolloutError unless every engine process loaded all of them exactly as sent, and
-        WorkerDied if a process dies.
-        """
-        sending = [rank.send_weights.remote() for rank in self.ranks]
-        receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
-        sent = self.actors.get(sending + receiving)[: len(sending)]
-        loaded: list[Loaded] = self.actors.get(
-            [part.loaded_weights.remote() for part in self.parts]
-        )
-        require_arrived(
-            self.plan,
-            merge_checksums(sent),
-            dict(zip(self.names, loaded, strict=True)),
-            policy_version,
-        )
 
 
 @dataclass(frozen=True)
@@ -162,10 +82,10 @@ def start_cluster(
                 places = place_roles(config, device, groups, seconds)
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
-            ranks += [place.start(_PolicyRank) for place in places.ranks]
+            ranks += [place.start(PolicyRank) for place in places.ranks]
             engines += [
                 [
-                    place.start(_EngineRank if number else _RolloutRank)
+                    place.start(EngineRank if number else RolloutRank)
                     for number, place in enumerate(parts)
                 ]
                 for parts in places.engines
@@ -189,7 +109,7 @@ def start_cluster(
             actors.get(
                 [parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1]
             )
-            weights = WeightTransfer(ranks, engines, actors)
+            weights = WeightTransfer(ranks, engines, actors.get)
             meeting_point = partial(_meeting_point, folder, ranks[0], actors)
             weights.connect(
                 _reads_memory(places, device), meeting_point, on_device=device.has_own_memory
@@ -259,160 +179,3 @@ def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
     return f"file://{folder}/{secrets.token_hex(8)}"  # the last component names shared memory
-
-
-class _Process:
-    """A process of a training."""
-
-    def place(self) -> str:
-        """Return pid and node of the process; also used as a ping."""
-        return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
-
-    def rendezvous(self) -> str:
-        """Return a rendezvous address on this node."""
-        return meeting_point(ray.util.get_node_ip_address())
-
-
-class _PolicyRank(_Process, Policy):
-    """A policy rank as an actor; `start` constructs it, since that is collective."""
-
-    def __init__(self) -> None:
-        pass
-
-    def start(
-        self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig
-    ) -> None:
-        """Join the other ranks and load this rank's part of the model."""
-        device = _own_device(config, config.train.threads_per_rank)
-        seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(
-            device.backends(config.train.offload_shards),
-            init_method=address,
-            rank=rank,
-            world_size=num_ranks,
-        )
-        require_averages(device.torch_device())
-        super().__init__(model_path, config)
-
-
-class _RolloutRank(_Process, RolloutWorker):
-    """A rollout worker as an actor; `start` constructs it."""
-
-    def __init__(self) -> None:
-        pass
-
-    def start(
-        self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]
-    ) -> None:
-        """Load the model into the engine and start the scoring processes."""
-        self._part = part
-        self._followers = _Followers(followers)
-        super().__init__(
-            lambda: _load_engine(model_path, config, part, self._followers),
-            load_tokenizer(model_path, config.model.trust_remote_code),
-            config,
-        )
-
-    def sleep(self) -> None:
-        """Return once all parts of the engine have freed their device memory."""
-        super().sleep()
-        self._followers.wait()
-
-    def unlink_shared_memory(self) -> None:
-        """Unlink vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
-        for path in Path("/dev/shm").glob(f"{re.split('[/:]', self._part.address)[-1]}-tp*"):
-            path.unlink(missing_ok=True)
-
-
-class _EngineRank(_Process):
-    """A further engine part as an actor, which repeats the rollout worker's engine calls."""
-
-    def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
-        """Load this part of the model."""
-        self._device = device_for(config.train.device)
-        self._engine = _load_engine(model_path, config, part)
-
-    def connect(self, link: Link, plan: WeightPlan) -> None:
-        """Open the inbox for weights; collective over all processes that use the link's address."""
-        self._engine.inbox = open_inbox(link, plan, self._device)
-
-    def loaded_weights(self) -> Loaded:
-        """Return what this part loaded in the last sync."""
-        return self._engine.loaded
-
-    def make_call(self, name: str, arguments: Sequence[Any]) -> None:
-        """Call the engine. An error that only this part raises ends the process, since the others
-        wait for it.
-        """
-        try:
-            getattr(self._engine, name)(*arguments)
-        except DapoError:  # raised by every part
-            raise
-        except BaseException:
-            logger.exception("a part of an engine failed in %s", name)
-            os._exit(1)
-
-
-class _Followers:
-    """Repeats calls on an engine's other parts; raises their earlier errors."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
-        self._calls: list[Any] = []
-
-    def __call__(self, name: str, arguments: Sequence[Any]) -> None:
-        if self._calls:
-            done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-            ray.get(done)
-        self._calls += [part.make_call.remote(name, arguments) for part in self._parts]
-
-    def wait(self) -> None:
-        """Wait for all calls."""
-        calls, self._calls = self._calls, []
-        ray.get(calls)
-
-
-def _own_device(config: TrainingConfig, num_threads: int) -> Device:
-    """Prepare this process's device and limit its CPU threads."""
-    device = device_for(config.train.device)
-    device.prepare(os.environ, config.train.is_colocated)
-    device.require()
-    torch.set_num_threads(num_threads)
-    return device
-
-
-def _load_engine(
-    model_path: str, config: TrainingConfig, part: EnginePart, followers: _Followers | None = None
-) -> Engine:
-    device = _own_device(config, config.rollout.threads_per_worker)
-    settings = engine_settings(config, device)
-    if settings.num_parts > 1:
-        from dapo_core.engines.vllm_engine import TensorParallelEngine
-
-        return TensorParallelEngine(model_path, settings, config.run.seed, part, followers)
-    torch_device = str(device.torch_device())
-    return build_engine(
-        config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device
-    )
-
-
-def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
-    """Return the settings of a rollout worker's engine."""
-    return EngineSettings(
-        dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
-        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_num_seqs=config.rollout.max_num_seqs,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
-        memory_utilization=config.rollout.memory_utilization,
-        threads=config.rollout.threads_per_worker,
-        trust_remote_code=config.model.trust_remote_code,
-        tensor_parallel=config.rollout.tensor_parallel,
-        pipeline_parallel=config.rollout.pipeline_parallel,
-        expert_parallel=config.rollout.expert_parallel,
-        engine_args=config.rollout.engine_args,
-        sleep_level=device.sleep_level if config.train.is_colocated else None,
-    )

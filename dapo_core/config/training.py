@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dapo_core.algorithm.compat import Compat
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from dapo_core.config.compat import Compat
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.sampler import SamplerConfig

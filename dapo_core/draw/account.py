@@ -173,3 +173,12 @@ def expected_length(responses: Sequence[tuple[int, bool]]) -> float:
     num_at_risk = len(lengths) - np.concatenate([[0], np.cumsum(np.bincount(bins))[:-1]])
     share_longer = np.cumprod(1 - num_ended / num_at_risk)
     return float(times[0] + (share_longer[:-1] * np.diff(times)).sum())
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The groups of one training step."""
+
+    groups: list[Group]  # P of them; fewer only with on_exhausted=train_partial or skip_step
+    num_drawn: int  # prompts
+    account: TokenAccount

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dapo_core.algorithm.compat import Compat
+from dapo_core.config.compat import Compat
 from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.engines.base import Engine, GenerationRequest, Response
 from dapo_core.engines.engine_thread import EngineThread

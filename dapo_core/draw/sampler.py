@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.algorithm.compat import OURS, Compat
-from dapo_core.draw.account import Fate, LengthWatch, TokenAccount
-from dapo_core.draw.groups import Group, GroupRequest, Rollout
+from dapo_core.config.compat import OURS, Compat
+from dapo_core.draw.account import Draw, Fate, LengthWatch, TokenAccount
+from dapo_core.draw.groups import Group, GroupRequest, GroupSource, Rollout
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import (
     DrawProgress,
@@ -26,19 +26,9 @@ from dapo_core.draw.report import (
 from dapo_core.engines.base import Response
 
 if TYPE_CHECKING:
-    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.sampler import SamplerConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The groups of one training step."""
-
-    groups: list[Group]  # P of them; fewer only with on_exhausted=train_partial or skip_step
-    num_drawn: int  # prompts
-    account: TokenAccount
 
 
 @dataclass
@@ -74,7 +64,7 @@ class Sampler:
 
     def __init__(
         self,
-        source: RolloutGroup,
+        source: GroupSource,
         stream: PromptStream,
         train_prompts: int,
         settings: SamplerConfig,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_core.errors import ModelError, RolloutError
-from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.errors import RolloutError
+from dapo_core.memory.holdings import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.model.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +18,6 @@ if TYPE_CHECKING:
     from dapo_core.weights.inbox import Inbox
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a response; temperature 0 is greedy and ignores the others."""
-
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-
-GREEDY = Sampling(0.0)
 
 
 @dataclass(frozen=True)
@@ -291,25 +274,6 @@ class Engine(ABC):
             )
 
 
-def build_engine(
-    kind: Literal["vllm", "hf"],
-    model_path: str | Path,
-    settings: EngineSettings,
-    seed: int,
-    device: str = "cpu",
-) -> Engine:
-    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its
-    own.
-    """
-    if kind == "vllm":
-        from dapo_core.engines.vllm_engine import VllmEngine
-
-        return VllmEngine(model_path, settings, seed)
-    from dapo_core.engines.hf_engine import HuggingFaceEngine
-
-    return HuggingFaceEngine(model_path, settings, device)
-
-
 def check_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
@@ -340,19 +304,3 @@ def check_weights(
         raise RolloutError(
             f"{len(missing)} of {len(shapes)} tensors are missing: {', '.join(sorted(missing)[:5])}"
         )
-
-
-def read_eos_ids(model_path: str | Path) -> list[int]:
-    """Return the end-of-sequence ids from generation_config.json, else config.json; raises
-    ModelError if none.
-    """
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if eos is not None:
-            return [eos] if isinstance(eos, int) else list(eos)
-    raise ModelError(
-        f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without "
-        "it every "
-        "response runs to rollout.max_response_tokens; add the id to generation_config.json"
-    )

@@ -24,7 +24,6 @@ from dapo_core.engines.base import (
     GenerationRequest,
     Response,
     Row,
-    read_eos_ids,
 )
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
@@ -34,6 +33,7 @@ from dapo_core.machine.environment import (
     VLLM_QUIET,
     set_defaults,
 )
+from dapo_core.model.sampling import read_eos_ids
 
 HEAD = "lm_head.weight"
 CPU_BLOCK_TOKENS = (

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB, Limit
 from dapo_core.memory.engine import EngineMemory, engine_memory, longest_sequence
+from dapo_core.memory.holdings import (
+    GRADIENTS,
+    KV_CACHE,
+    OF_ENGINES,
+    OPTIMIZER,
+    WEIGHTS,
+    Holding,
+    holdings,
+)
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
-from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig

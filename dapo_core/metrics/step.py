@@ -2,67 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from dapo_core.draw.account import FATES
-from dapo_core.draw.sampler import Draw
-from dapo_core.errors import CheckpointError
+from dapo_core.draw.account import FATES, Draw
 from dapo_core.reward.scorers import Verdict
-from durable import append_json_line, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
     import torch
 
     from dapo_core.algorithm.batch import Batch, Measured
+    from dapo_core.algorithm.update import Update
     from dapo_core.config.algorithm import KLConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.draw.groups import Group
-    from dapo_core.policy.optimizer import Update
 
-METRICS_FILE = "metrics.jsonl"
 PHASES_PER_TOKEN = (
     "old_log_prob",
     "ref",
     "adv",
     "update_actor",
 )  # phases that process every token of the batch
-
-
-class PhaseTimer:
-    """Wall-clock seconds of a step's phases."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent in the block to the phase."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def attribute(self, seconds: float, source: str, target: str) -> None:
-        """Move up to `seconds` from phase `source` to phase `target`."""
-        seconds = min(seconds, self.seconds[source])
-        self.seconds[source] -= seconds
-        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of every phase so far, and of the whole `step`."""
-        return {**self.seconds, "step": time.perf_counter() - self.started}
 
 
 def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
@@ -268,51 +232,6 @@ def timing_metrics(
         "perf/time_per_step": seconds["step"],
         "perf/throughput": num_tokens / (seconds["step"] * num_devices),
     }
-
-
-def format_step(step: int, metrics: Mapping[str, float]) -> str:
-    """Return the console line `step:N - key:value - ...`, the format of verl's log."""
-    return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
-
-
-class MetricsLog:
-    """metrics.jsonl, one line per step; step 0 is the validation before training.
-
-    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be
-    written.
-    """
-
-    def __init__(self, folder: Path, last_step: int | None) -> None:
-        self.path = folder / METRICS_FILE
-        last_step = -1 if last_step is None else last_step
-        kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
-        with self._writing():
-            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
-        """Write one step's line to disk; non-finite numbers become null.
-
-        policy_version is None for other trainers, which do not report it.
-        """
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        version = {} if policy_version is None else {"policy_version": policy_version}
-        line = {"step": step, "wall_time": time.time(), **version, **finite}
-        with self._writing():
-            append_json_line(self.path, line)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as
-        well.
-        """
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be written: {error}; free disk space, or move --output or "
-                "store.path to a "
-                "larger disk. Training then resumes from its latest checkpoint"
-            ) from error
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:

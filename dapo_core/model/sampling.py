@@ -1,16 +1,15 @@
-"""Resolves `sampling: model`: sampling parameters from the model's generation_config.json."""
+"""Sampling parameters, and what the model folder says of them: `sampling: model`, end-of-sequence ids."""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from dapo_core.config.loading import resolve
 from dapo_core.config.training import TrainingConfig
-from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -19,6 +18,22 @@ GENERATION_CONFIG = "generation_config.json"
 _PENALTIES = {"repetition_penalty": 1.0, "min_p": 0.0}  # with their neutral values
 
 Root = TypeVar("Root", bound=TrainingConfig)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of a response; temperature 0 is greedy and ignores the others."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = Sampling(0.0)
 
 
 def read_sampling(model_path: Path) -> Sampling:
@@ -83,3 +98,19 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
         name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in names
     }
     return resolve(type(config), {**config.model_dump(), **resolved})
+
+
+def read_eos_ids(model_path: str | Path) -> list[int]:
+    """Return the end-of-sequence ids from generation_config.json, else config.json; raises
+    ModelError if none.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return [eos] if isinstance(eos, int) else list(eos)
+    raise ModelError(
+        f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without "
+        "it every "
+        "response runs to rollout.max_response_tokens; add the id to generation_config.json"
+    )

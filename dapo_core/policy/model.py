@@ -33,6 +33,7 @@ from dapo_core.model.names import (
     tied_names,
 )
 from dapo_core.model.pretrained import empty_causal_lm
+from dapo_core.model.sharding import first_row, local_part
 from dapo_core.policy.kernels import install_kernels
 
 if TYPE_CHECKING:
@@ -125,11 +126,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         reshard(model)
     for weight, new in zip(target.parameters(), source.parameters(), strict=True):
         local_part(weight).copy_(local_part(new))
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
@@ -234,24 +230,6 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
             "weights belong to different models; set model.path to an unmodified folder"
         )
     return stored
-
-
-def shard_dim(parameter: DTensor) -> int:
-    """Return the mesh dimension over which the parameter is sharded."""
-    return next(
-        index for index, placement in enumerate(parameter.placements) if placement.is_shard()
-    )
-
-
-def shard_rows(parameter: DTensor) -> int:
-    """Return the rows per shard (the last ones may have fewer); FSDP2 splits like torch.chunk."""
-    return -(-parameter.shape[0] // parameter.device_mesh.size(shard_dim(parameter)))
-
-
-def first_row(parameter: DTensor) -> int:
-    """Return the row of the full parameter at which this rank's shard starts."""
-    rank = parameter.device_mesh.get_local_rank(shard_dim(parameter))
-    return min(rank * shard_rows(parameter), parameter.shape[0])
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:

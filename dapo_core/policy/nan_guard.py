@@ -5,34 +5,17 @@ number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dapo_core.policy.model import local_part
+from dapo_core.algorithm.update import Fault
+from dapo_core.model.sharding import local_part
 
 MAX_SEARCHES = 3  # per process; each takes as long as an update
 PREFIX = "causal_lm."  # of parameter names in the policy
-ADVICE = (
-    "If this continues, rule out causes: train.fused_kernels=[], train.dtype=float32, "
-    "train.compile=false"
-)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Location of the first non-finite number in one rank's update."""
-
-    # position in the update: 0 forward, 1 loss, 2 backward, 3 weight gradient, 4 not reproduced
-    order: int
-    place: str
-    micro_batch: int = 0  # in the rank's share
-    rank: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.place} (rank {self.rank}, micro-batch {self.micro_batch})"
 
 
 class _Watch:

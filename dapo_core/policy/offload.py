@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from dapo_core.machine.device import Device
-from dapo_core.policy.model import HOST, local_part, reshard
-from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
+from dapo_core.memory.holdings import GRADIENTS, OPTIMIZER, WEIGHTS
+from dapo_core.model.sharding import local_part
+from dapo_core.policy.model import HOST, reshard
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig

@@ -18,21 +18,22 @@ from torch.profiler import record_function
 
 from dapo_core.algorithm.batch import Measured, RankShare
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.update import Fault, Update
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.machine.device import Device, device_for
 from dapo_core.machine.environment import DETERMINISTIC, set_defaults
+from dapo_core.memory.holdings import OPTIMIZER, WEIGHTS
 from dapo_core.model.folder import require_model_folder, weight_names
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
 from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
-from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault, find_fault
+from dapo_core.policy.nan_guard import MAX_SEARCHES, find_fault
 from dapo_core.policy.offload import Offloader
-from dapo_core.policy.optimizer import Update, adamw, learning_rate
+from dapo_core.policy.optimizer import adamw, learning_rate
 from dapo_core.policy.packing import Measuring, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
-from dapo_core.turns import OPTIMIZER, WEIGHTS
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.source import WeightSource
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dapo_core.algorithm.compat import OURS, Compat
+from dapo_core.config.compat import OURS, Compat
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dapo_core.model.names import FilePiece, file_pieces
-from dapo_core.policy.model import first_row, shard_dim, shard_rows
+from dapo_core.model.sharding import first_row, shard_dim, shard_rows
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
 from dapo_core.weights.proof import checksum
 

@@ -26,8 +26,8 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from dapo_core.metrics.step import METRICS_FILE
-from dapo_core.validation import generations_file
+from dapo_core.checkpoint.folder import generations_file
+from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, step_folders
+from dapo_core.checkpoint.folder import CHECKPOINTS, TRACKERS_FILE, step_folders
 from dapo_core.checkpoint.identity import refuse_other_training, training_identity
 from dapo_core.checkpoint.others import (
     NEWEST_FILE,
@@ -30,9 +30,9 @@ from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_re
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.machine.digests import file_digest
 from dapo_core.machine.stopping import StopRequest, raising_stopped
-from dapo_core.metrics.step import METRICS_FILE, MetricsLog, format_step
+from dapo_core.metrics.log import METRICS_FILE, MetricsLog, format_step
 from dapo_core.model.folder import copy_model_files, require_model_folder
-from dapo_core.trackers import TRACKERS_FILE, require_trackers, tracking
+from dapo_core.trackers import require_trackers, tracking
 from durable import read_json_lines, write_atomically
 from interop.logs import LogParser, Record
 from tasks.config import ChainConfig

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.engines.base import read_eos_ids
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import describe_bytes
 from dapo_core.model.folder import num_parameters, require_model_folder
 from dapo_core.model.pretrained import load_model_config, load_tokenizer
-from dapo_core.model.sampling import with_model_sampling
+from dapo_core.model.sampling import read_eos_ids, with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from tasks.config import ChainConfig
 from tasks.preflight.finding import OK, Findings

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from dapo_core.engines.base import GenerationRequest, Response, build_engine
+from dapo_core.engines.base import GenerationRequest, Response
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import device_for
 from dapo_core.model.pretrained import load_tokenizer
@@ -145,7 +146,7 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
 
 def _respond(model: Path, config: ChainConfig) -> int:
     """Send one request to the recipe's rollout engine; returns the number of response tokens."""
-    from dapo_core.cluster.start import engine_settings  # loads Ray
+    from dapo_core.engines.factory import engine_settings
 
     device = device_for(config.train.device)
     settings = engine_settings(config, device)

@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from dapo_core.cluster.environment import Given, given_by_training
 from dapo_core.cluster.started import AUTH_TOKEN
-from dapo_core.machine.environment import WORKERS, Given, given_by_training
+from dapo_core.machine.environment import WORKERS
 from interop.render import trainers
 from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo_core.draw.tokenizing import LENGTHS_FILE
 from dapo_core.errors import DapoError, counted
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError

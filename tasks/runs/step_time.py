@@ -14,7 +14,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
 from tasks.artifacts.artifact import StoreError
 from tasks.config import ChainConfig

@@ -20,7 +20,7 @@ import torch
 
 from dapo_core.algorithm.batch import Batch, split_batch
 from dapo_core.machine.ports import free_ports
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.rank import Policy
 from durable import read_json_lines
 from tests.batches import random_batch

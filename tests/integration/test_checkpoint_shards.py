@@ -22,16 +22,16 @@ import torch
 
 from dapo_core.algorithm.batch import RankShare, split_batch
 from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.update import Update
 from dapo_core.checkpoint.shards import Shards, _Writer
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
-from dapo_core.cluster.start import _PolicyRank
+from dapo_core.cluster.roles import PolicyRank
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.device import Cpu
-from dapo_core.policy.optimizer import Update
+from dapo_core.memory.holdings import OF_RANKS
 from dapo_core.policy.rank import Policy
-from dapo_core.turns import OF_RANKS
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -382,7 +382,7 @@ def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
     """Two ranks as Ray actors."""
     config = _config(model_path, 2, ray_address=ray_address)
     with connected_to_ray(config.train, num_cpus=0):
-        ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
+        ranks = [ray.remote(PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
         address = ray.get(ranks[0].rendezvous.remote())
         ray.get(
             [

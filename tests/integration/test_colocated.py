@@ -16,10 +16,10 @@ from dapo_core import trainer as trainer_module
 from dapo_core.algorithm.batch import Batch, split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.engines.hf_engine import HuggingFaceEngine
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.memory.holdings import COLOCATED, OF_ENGINES, OF_RANKS, Phase
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.rank import Policy
 from dapo_core.training import train
-from dapo_core.turns import COLOCATED, OF_ENGINES, OF_RANKS, Phase
 from durable import read_json_lines
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tests.batches import random_batch

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST
 from flows import dapo_full
 from flows.config import Config

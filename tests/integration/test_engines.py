@@ -12,16 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.engines.base import (
-    GREEDY,
-    Engine,
-    EngineSettings,
-    GenerationRequest,
-    Response,
-    Sampling,
-    build_engine,
-)
+from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
+from dapo_core.model.sampling import GREEDY, Sampling
 from tests.two_processes import engine_of_two_processes
 
 MAX_RESPONSE_TOKENS = 24

@@ -11,9 +11,9 @@ import pytest
 
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import TrainerState, read_state
-from dapo_core.draw.account import FATES
+from dapo_core.draw.account import FATES, Draw
 from dapo_core.draw.groups import Group
-from dapo_core.draw.sampler import Draw, Sampler
+from dapo_core.draw.sampler import Sampler
 from dapo_core.training import train
 from tests.in_process import without_ray
 from tests.trainings import World, config_of

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.engines.base import build_engine, read_eos_ids
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.model.sampling import read_eos_ids
 from tests.integration.test_engines import SETTINGS, finish, make_requests, run
 
 

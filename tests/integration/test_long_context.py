@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dapo_core.algorithm.batch import Batch, build_batch, split_batch
 from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.update import Update
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
-from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
 from flows.config import Config
 from tests.batches import make_group

@@ -21,7 +21,7 @@ from dapo_core.algorithm.batch import split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.checkpoint.manifest import MANIFEST_FILE
 from dapo_core.checkpoint.writer import CheckpointWriter
-from dapo_core.engines.base import build_engine
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE

@@ -10,10 +10,10 @@ import torch
 
 from dapo_core.algorithm.batch import Batch, Measured, split_batch
 from dapo_core.algorithm.loss import LossSums, LossTotals
+from dapo_core.algorithm.update import Fault, Update
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
-from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault
-from dapo_core.policy.optimizer import Update
+from dapo_core.policy.nan_guard import MAX_SEARCHES
 from dapo_core.policy.rank import Policy
 from flows.config import Config
 from tests.batches import random_batch

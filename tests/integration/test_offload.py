@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.algorithm.batch import split_batch
 from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.update import Update
 from dapo_core.config.train import TrainConfig
 from dapo_core.machine.device import Device, device_for
+from dapo_core.memory.holdings import GRADIENTS, OPTIMIZER, WEIGHTS
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.policy.model import load_sharded
 from dapo_core.policy.offload import Transfers, move_model, move_optimizer
-from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config

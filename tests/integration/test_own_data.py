@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.cli import app

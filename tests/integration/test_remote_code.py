@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.engines.base import build_engine
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge.verification import empty_model
 from dapo_core.model.pretrained import (

@@ -14,8 +14,8 @@ import torch
 from dapo_core.algorithm.batch import Batch, split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.machine.device import device_for
+from dapo_core.memory.holdings import GRADIENTS, OPTIMIZER, WEIGHTS
 from dapo_core.policy.rank import Policy
-from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config

@@ -15,9 +15,9 @@ from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.draw.groups import GroupRequest
 from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import WorkerDied
-from dapo_core.metrics.step import PhaseTimer
+from dapo_core.machine.timers import PhaseTimer
+from dapo_core.metrics.engine_checks import probe_difference
 from dapo_core.turns import Turns
-from dapo_core.weights.engine_checks import probe_difference
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
@@ -36,7 +36,7 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
     cluster.weights.send(version)
     log_probs = cluster.policy.log_probs(probe, 1.0).log_probs
     turns.enter("generate", timer)
-    assert probe_difference(cluster.rollouts, probe, log_probs, [torch.float32]) < 1e-5
+    assert probe_difference(cluster.rollouts.log_probs, probe, log_probs, [torch.float32]) < 1e-5
 
 
 def test_an_engine_over_two_processes(

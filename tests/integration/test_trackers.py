@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from dapo_core import trackers
-from dapo_core.validation import generations_file
+from dapo_core.checkpoint.folder import generations_file
 from tests.configs import make_config
 
 NAMES = ("tensorboard", "wandb", "swanlab", "mlflow")

@@ -19,7 +19,7 @@ import yaml
 from dapo_core.checkpoint.state import read_state
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import RolloutError
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines

@@ -12,7 +12,7 @@ import pytest
 
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_state
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import load_config

@@ -16,14 +16,18 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dapo_core import training
-from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.folder import (
+    TRACKERS_FILE,
+    best_checkpoints,
+    checkpoint_folders,
+    generations_file,
+    latest_checkpoint,
+)
 from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.machine.stopping import TrainingStopped
-from dapo_core.metrics.step import METRICS_FILE
-from dapo_core.trackers import TRACKERS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
-from dapo_core.validation import generations_file
 from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT

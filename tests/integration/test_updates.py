@@ -19,7 +19,8 @@ from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import KLConfig
-from dapo_core.metrics.step import METRICS_FILE, PhaseTimer
+from dapo_core.machine.timers import PhaseTimer
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.rank import Policy
 from dapo_core.training import train
 from durable import read_json_lines

@@ -13,12 +13,12 @@ import torch
 
 from dapo_core.algorithm.batch import split_batch
 from dapo_core.draw.rollout import RolloutWorker
-from dapo_core.engines.base import build_engine
+from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
+from dapo_core.metrics.engine_checks import probe_difference
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
-from dapo_core.weights.engine_checks import probe_difference
 from dapo_core.weights.inbox import Delivery
 from dapo_core.weights.links import Link
 from dapo_core.weights.plan import plan_buckets
@@ -153,7 +153,7 @@ def _engine_log_probs(cluster: Any) -> torch.Tensor:
 
 def _difference(cluster: Any) -> float:
     log_probs = cluster.policy.log_probs(PROBE, 1.0).log_probs
-    return probe_difference(cluster.rollouts, PROBE, log_probs, [torch.float32])
+    return probe_difference(cluster.rollouts.log_probs, PROBE, log_probs, [torch.float32])
 
 
 def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dapo_core.metrics.step import MetricsLog, format_step
+from dapo_core.metrics.log import MetricsLog, format_step
 from eval.compare_trainings import Ends, compare_trainings, render_markdown, write_page
 from eval.results import ResultsError
 from flows.cli import app

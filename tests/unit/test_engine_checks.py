@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ import torch
 from dapo_core.algorithm.batch import build_batch
 from dapo_core.errors import RolloutError
 from dapo_core.machine.device import device_for
+from dapo_core.metrics.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.weights import links
-from dapo_core.weights.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.weights.links import SharedMemory, new_slots
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, plan_buckets
@@ -45,9 +44,8 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
         requested.extend(sequences)
         return engines
 
-    rollouts: Any = SimpleNamespace(log_probs=engine_log_probs)
     difference = probe_difference(
-        rollouts, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype]
+        engine_log_probs, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype]
     )
     assert requested == [
         (list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.metrics.step import MetricsLog, format_step
+from dapo_core.metrics.log import MetricsLog, format_step
 from interop.logs import LogParser, Record, metric_names, read_training
 
 METRICS = {

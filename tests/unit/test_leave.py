@@ -20,7 +20,7 @@ while not pathlib.Path("written").exists():
     time.sleep(0.1)
 """
 POD = """
-(exec -a ray::_PolicyRank bash -c 'until ls *-asked; do sleep 0.1; done; sleep 0.5; touch written') &
+(exec -a ray::PolicyRank bash -c 'until ls *-asked; do sleep 0.1; done; sleep 0.5; touch written') &
 (exec -a ray::IDLE sleep 600) &
 {python} dapo run recipe.yaml &
 {training}
@@ -68,7 +68,7 @@ def test_a_detached_training_is_recognised() -> None:
             False,
             True,
         ),
-        (["ray::_PolicyRank.learn"], False, True),
+        (["ray::PolicyRank.learn"], False, True),
         (["ray::IDLE"], False, False),
         (["ray::JobSupervisor"], False, False),
         (["ray::DashboardAgent"], False, False),

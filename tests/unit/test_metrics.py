@@ -11,11 +11,11 @@ import torch
 
 from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.algorithm.loss import LossSums
+from dapo_core.algorithm.update import Update
 from dapo_core.config.algorithm import KLConfig
-from dapo_core.draw.account import TokenAccount
+from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
-from dapo_core.draw.sampler import Draw
 from dapo_core.engines.base import FinishReason, Response
 from dapo_core.metrics.step import (
     batch_metrics,
@@ -24,7 +24,6 @@ from dapo_core.metrics.step import (
     seqlen_metrics,
     update_metrics,
 )
-from dapo_core.policy.optimizer import Update
 from dapo_core.reward.scorers import Verdict
 from tests.batches import UNSCORED, make_group
 

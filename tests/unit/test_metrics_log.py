@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import CheckpointError
-from dapo_core.metrics.step import MetricsLog, PhaseTimer, format_step, timing_metrics
+from dapo_core.machine.timers import PhaseTimer
+from dapo_core.metrics.log import MetricsLog, format_step
+from dapo_core.metrics.step import timing_metrics
 from durable import read_json_lines
 from tests.metric_names import NAME_VALUE
 from tests.sources import Clock

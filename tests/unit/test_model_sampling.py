@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import ConfigError, ModelError
-from dapo_core.model.sampling import GENERATION_CONFIG, read_sampling, with_model_sampling
+from dapo_core.model.sampling import (
+    GENERATION_CONFIG,
+    GREEDY,
+    Sampling,
+    read_sampling,
+    with_model_sampling,
+)
 from tests.configs import make_config
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from dapo_core.validation import generations_file
+from dapo_core.checkpoint.folder import generations_file
 from tasks.execution import page
 from tasks.execution.page import PageArtifact, StageProgress, artifact_key, unwrapped
 from tasks.runs.run import Run

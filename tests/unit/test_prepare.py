@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.config.training import PromptsConfig
-from dapo_core.draw.account import TokenAccount
+from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.prompts import PromptStream
-from dapo_core.draw.sampler import Draw
 from dapo_core.draw.tokenizing import tokenized_prompts
 from dapo_core.errors import DataError
 from dapo_core.metrics.step import draw_metrics

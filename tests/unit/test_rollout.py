@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.rollout import RolloutWorker, sample_seed
-from dapo_core.engines.base import GREEDY, EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.engines.base import EngineSettings, GenerationRequest, Response
+from dapo_core.engines.factory import build_engine
 from dapo_core.model.pretrained import load_tokenizer
+from dapo_core.model.sampling import GREEDY
 from tests.configs import make_config
 from tests.processes import wait_until
 

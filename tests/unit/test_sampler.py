@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.algorithm.compat import OURS, VERL
+from dapo_core.config.compat import OURS, VERL
 from dapo_core.draw.account import FATES
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.report import NotEnoughSignal

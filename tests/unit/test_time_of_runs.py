@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
-from dapo_core.metrics.step import METRICS_FILE
+from dapo_core.metrics.log import METRICS_FILE
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT

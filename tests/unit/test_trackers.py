@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from dapo_core import trackers
+from dapo_core.checkpoint.folder import TRACKERS_FILE, generations_file
 from dapo_core.errors import ConfigError
 from dapo_core.tracker_clients import CLIENTS, Client, Place, Record, Rows
 from dapo_core.trackers import (
-    TRACKERS_FILE,
     require_trackers,
     send_results,
     tracked_config,
     tracked_runs,
     tracking,
 )
-from dapo_core.validation import generations_file
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.runs.report import results_of, send_report

@@ -21,13 +21,12 @@ from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.identity import training_identity
 from dapo_core.checkpoint.resume import require_same_training
 from dapo_core.checkpoint.state import TrainerState, read_state
-from dapo_core.draw.account import TokenAccount
+from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.report import NotEnoughSignal
-from dapo_core.draw.sampler import Draw
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.machine.stopping import StopRequest, StopRequested
-from dapo_core.metrics.step import METRICS_FILE, MetricsLog
+from dapo_core.metrics.log import METRICS_FILE, MetricsLog
 from dapo_core.trainer import Trainer, is_due
 from durable import read_json_lines
 from tests.checkpoints import FileShards, make_state, write_state

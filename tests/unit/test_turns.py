@@ -11,8 +11,9 @@ from dapo_core.config.derived import derive
 from dapo_core.config.train import TrainConfig
 from dapo_core.errors import ConfigError
 from dapo_core.machine.device import device_for
-from dapo_core.metrics.step import PhaseTimer
-from dapo_core.turns import Phase, Turns
+from dapo_core.machine.timers import PhaseTimer
+from dapo_core.memory.holdings import Phase
+from dapo_core.turns import Turns
 from tests.trainings import config_of
 
 STEP: list[Phase] = ["anchor", "update", "publish", "generate"]

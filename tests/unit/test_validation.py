@@ -11,17 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_core.checkpoint.folder import generations_file
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
-from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import DataError, RewardError, RolloutError
-from dapo_core.validation import (
-    Validation,
-    generations_file,
-    held_out_prompts,
-    validate,
-    validation_metrics,
-)
+from dapo_core.model.sampling import GREEDY, Sampling
+from dapo_core.validation import Validation, held_out_prompts, validate, validation_metrics
 from durable import read_json_lines
 from tests.batches import make_group
 from tests.configs import make_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import RolloutError
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.algorithm.batch import Batch
-    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
 
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt_ids, response_ids)
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
 
 
 def probe_difference(
-    rollouts: RolloutGroup, probe: Batch, log_probs: torch.Tensor, dtypes: Collection[torch.dtype]
+    engine_log_probs: Callable[[Sequences], list[list[list[float]]]],
+    probe: Batch,
+    log_probs: torch.Tensor,
+    dtypes: Collection[torch.dtype],
 ) -> float:
     """Return how far the worst engine is from the policy's `log_probs` [B, R], in nats per token.
 
@@ -39,7 +42,7 @@ def probe_difference(
         for row, (_, response_ids) in zip(log_probs.tolist(), sequences, strict=True)
         for value in row[: len(response_ids)]
     ]
-    means = [_mean_difference(expected, rows) for rows in rollouts.log_probs(sequences)]
+    means = [_mean_difference(expected, rows) for rows in engine_log_probs(sequences)]
     worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() can miss NaN
     if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
         raise RolloutError(

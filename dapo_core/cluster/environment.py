@@ -1,0 +1,53 @@
+"""Environment variables that training sets for each kind of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dapo_core.machine.device import device_for
+from dapo_core.machine.environment import (
+    DETERMINISTIC,
+    LOOPBACK,
+    MLFLOW,
+    RAY,
+    VLLM_IN_PROCESS,
+    VLLM_PARTS_ON_CPU,
+    VLLM_QUIET,
+    WORKERS,
+)
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Given:
+    """Environment variables that training sets for some of its processes."""
+
+    children: str
+    values: Mapping[str, str]
+    is_default: bool = False  # existing values take precedence
+
+
+def given_by_training(config: TrainingConfig) -> Iterator[Given]:
+    """Yield the variables that `dapo train` sets with the built-in backend."""
+    train, rollout = config.train, config.rollout
+    is_private = train.ray_address is None
+    where = "" if is_private else ", unless their node sets it"
+    yield Given("training and Ray", RAY, is_default=True)
+    if "mlflow" in train.trackers:
+        yield Given("training", MLFLOW, is_default=True)
+    yield Given("Ray's workers", WORKERS | (LOOPBACK if is_private else {}))
+    own = device_for(train.device).variables(train.is_colocated)
+    yield Given(f"policy ranks and rollout workers{where}", own, is_default=is_private)
+    if config.run.deterministic:
+        yield Given(f"policy ranks{where}", DETERMINISTIC, is_default=is_private)
+    if rollout.engine == "vllm":
+        yield Given("rollout workers", VLLM_IN_PROCESS)
+        has_parts = (
+            train.device == "cpu" and rollout.tensor_parallel * rollout.pipeline_parallel > 1
+        )
+        own = VLLM_QUIET | (VLLM_PARTS_ON_CPU if has_parts else {})
+        yield Given(f"rollout workers{where}", own, is_default=is_private)

@@ -1,0 +1,53 @@
+"""Builds the engine that rollout.engine names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dapo_core.engines.base import Engine, EngineSettings
+from dapo_core.machine.device import Device
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+
+
+def build_engine(
+    kind: Literal["vllm", "hf"],
+    model_path: str | Path,
+    settings: EngineSettings,
+    seed: int,
+    device: str = "cpu",
+) -> Engine:
+    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its
+    own.
+    """
+    if kind == "vllm":
+        from dapo_core.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(model_path, settings, seed)
+    from dapo_core.engines.hf_engine import HuggingFaceEngine
+
+    return HuggingFaceEngine(model_path, settings, device)
+
+
+def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
+    """Return the settings of a rollout worker's engine."""
+    return EngineSettings(
+        dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
+        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_num_seqs=config.rollout.max_num_seqs,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
+        memory_utilization=config.rollout.memory_utilization,
+        threads=config.rollout.threads_per_worker,
+        trust_remote_code=config.model.trust_remote_code,
+        tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
+        engine_args=config.rollout.engine_args,
+        sleep_level=device.sleep_level if config.train.is_colocated else None,
+    )

@@ -1,0 +1,60 @@
+"""metrics.jsonl and the console line of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dapo_core.errors import CheckpointError
+from durable import append_json_line, read_json_lines, write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def format_step(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the console line `step:N - key:value - ...`, the format of verl's log."""
+    return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
+
+
+class MetricsLog:
+    """metrics.jsonl, one line per step; step 0 is the validation before training.
+
+    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be
+    written.
+    """
+
+    def __init__(self, folder: Path, last_step: int | None) -> None:
+        self.path = folder / METRICS_FILE
+        last_step = -1 if last_step is None else last_step
+        kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
+        with self._writing():
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
+        """Write one step's line to disk; non-finite numbers become null.
+
+        policy_version is None for other trainers, which do not report it.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        line = {"step": step, "wall_time": time.time(), **version, **finite}
+        with self._writing():
+            append_json_line(self.path, line)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as
+        well.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error}; free disk space, or move --output or "
+                "store.path to a "
+                "larger disk. Training then resumes from its latest checkpoint"
+            ) from error
