@@ -1,6 +1,6 @@
-"""Measures accuracy, errors and speed of the grading rules and math-verify on labelled rows.
+"""Measures accuracy, errors and speed of the grading rules on labelled rows.
 
-    python bench/grading.py FILE [--show 20] [--rules exact,aisbench,math-verify] [--finish-reason stop]
+    python bench/grading.py FILE [--show 20] [--rules exact,aisbench] [--finish-reason stop]
 
 FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response,
 or an answer on one line, which is boxed), gold, label (1 or 0) and optionally finish_reason.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,26 +67,6 @@ def aisbench(row: LabelledRow) -> bool:
     return is_equal_aisbench(extract_aisbench(row.response)[0], row.gold)
 
 
-def math_verify() -> Rule:
-    """math-verify with the extraction that its metric uses for LaTeX gold answers."""
-    from math_verify.metric import math_metric
-    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
-
-    logging.disable(logging.CRITICAL)
-    metric = math_metric(
-        gold_extraction_target=(LatexExtractionConfig(), ExprExtractionConfig()),
-        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
-    )
-
-    def is_right(row: LabelledRow) -> bool | None:
-        try:
-            return bool(metric([f"\\boxed{{{row.gold}}}"], [row.response])[0])
-        except Exception:  # noqa: BLE001 - anything math-verify raises is counted
-            return None
-
-    return is_right
-
-
 def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) -> None:
     """Print a rule's table row and the first rows that it gets wrong."""
     verdicts, seconds = [], []
@@ -119,7 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--show", type=int, default=0, help="print up to this many wrong verdicts of each kind"
     )
-    parser.add_argument("--rules", default="exact,aisbench,math-verify")
+    parser.add_argument("--rules", default="exact,aisbench")
     parser.add_argument(
         "--finish-reason",
         help="for rows without one; unset: the text decides whether it is truncated",
@@ -136,7 +115,6 @@ def main() -> None:
         rules = {
             "exact": lambda: exact(grader),
             "aisbench": lambda: aisbench,
-            "math-verify": math_verify,
         }
         for name in arguments.rules.split(","):
             measure(name, rules[name](), rows, arguments.show)

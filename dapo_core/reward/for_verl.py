@@ -36,8 +36,9 @@ def compute_score_for(
         data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
     ) -> dict[str, Any]:
         name = scorer_name(data_source, table)
-        if scorers[name].window_characters is not None:
-            return _fields(scorers[name](solution_str, ground_truth))
+        score = scorers[name].quickly(solution_str, ground_truth)
+        if score is not None:
+            return _fields(score)
         call = pool.submit(name, data_source, solution_str, ground_truth, {})
         try:
             return _fields(Score(*call.result()))

@@ -51,9 +51,9 @@ class _Pending(NamedTuple):
 class RewardPool:
     """Scores responses: call `submit`, then `finished` until nothing is pending.
 
-    This process decodes only as much text as the scorer reads. Rules that read a bounded tail also
-    run here: they cannot hang and are cheaper than an inter-process call. Other rules and the
-    user's file run in processes that load neither torch nor the tokenizer.
+    This process decodes only as much text as the scorer reads, and decides what takes linear time
+    (Scorer.quickly), which is cheaper than an inter-process call. Everything else, and the user's
+    file, runs in processes that load neither torch nor the tokenizer.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class RewardPool:
             None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         )
         scorer = None if name is None else self._scorers[name]
-        window = None if scorer is None else scorer.window_characters
         response_ids = request.response_ids
         if scorer is not None and not scorer.reads_thinking:
             response_ids = self._decoder.answer_ids(request.prompt_ids, response_ids)
-        text = self._decoder.decode(response_ids, window)
-        if scorer is not None and window is not None:
-            self._done.append((key, scorer(text, request.ground_truth)))
+        text = self._decoder.decode(response_ids, scorer.window_characters if scorer else None)
+        score = scorer.quickly(text, request.ground_truth) if scorer else None
+        if score is not None:
+            self._done.append((key, score))
             return
         call = (name, request.data_source, text, request.ground_truth, dict(request.extra_info))
         reply = self._processes.submit(*call)

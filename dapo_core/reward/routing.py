@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.reward.custom import require_function
-from dapo_core.reward.scorers import DATA_SOURCES, SCORERS, require_package
+from dapo_core.reward.scorers import DATA_SOURCES, REPLACED, SCORERS, scorer_hint
 from eval.problems.registry import SETS
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def routes(entries: Sequence[str] = ()) -> dict[str, str]:
         if not (sign and data_source and name in SCORERS):
             raise ConfigError(
                 f"reward.scorers has {entry!r}, which is not DATA_SOURCE=SCORER with a known "
-                "scorer; "
-                f"known scorers: {', '.join(sorted(SCORERS))}"
+                f"scorer; {scorer_hint(name)}"
             )
         if added.setdefault(data_source, name) != name:
             raise ConfigError(
@@ -45,13 +44,12 @@ def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
     scorers.
     """
     if data_source not in table:
+        known = f"known are {', '.join(sorted(table))}"
         raise DataError(
-            f"data_source {data_source!r} has no scorer; known are {', '.join(sorted(table))}: fix "
-            "the column "
-            f"data_source of the parquet, add {data_source}=SCORER to reward.scorers (known "
-            "scorers: "
-            f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with your own "
-            "scorer"
+            f"data_source {data_source!r} has no scorer; "
+            f"{scorer_hint(data_source) if data_source in REPLACED else known}: fix the column "
+            f"data_source of the parquet, add {data_source}=SCORER to reward.scorers (scorers are "
+            f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to your own scorer"
         )
     return table[data_source]
 
@@ -62,12 +60,11 @@ def require_scorers(
     """Raise unless every data source can be scored; the user's file is not executed.
 
     ConfigError for a bad entry of reward.scorers, or a custom_reward.path that is missing, not
-    Python or lacks the function, and for a scorer without its package; DataError for a data source
-    without a scorer.
+    Python or lacks the function; DataError for a data source without a scorer.
     """
     table = routes(reward.scorers)
     if custom.path is not None:
         require_function(Path(custom.path), custom.name)
         return
     for data_source in sorted(data_sources):
-        require_package(f"data_source {data_source!r}", scorer_name(data_source, table))
+        scorer_name(data_source, table)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dapo_core.errors import ConfigError, DataError
+from dapo_core.errors import DataError
 from eval.answers.choice import find_options, option_letters
-from eval.answers.extraction import extract_boxed
+from eval.answers.exact import is_equal_exact
+from eval.answers.extraction import extract_boxed, find_answer
+from eval.answers.grading import decide_quickly, is_gold_exact
 from eval.answers.math_dapo import WINDOW_CHARACTERS, answer_line, normalize, normalize_as_verl
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 Verdict = Literal["right", "wrong", "no_answer", "error", "timeout"]
 
 GEO3K_FORMAT_WEIGHT = 0.1
-MAX_GEO3K_CHARACTERS = 200
-_TOWER = re.compile(r"\^\s*[{(]|\^\s*\d+\s*\^|\^\s*\d\d")
 _FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
@@ -84,16 +83,22 @@ def score_gsm8k(response: str, ground_truth: str) -> Score:
     return _graded(answer == ground_truth, answer, wrong=0.0)
 
 
-def score_math_verify(response: str, ground_truth: str) -> Score:
-    r"""+1 if the final answer has the same value as the ground truth, else -1.
+def score_exact(response: str, ground_truth: str) -> Score:
+    """+1 if the evaluation's exact rule finds the final answer right, else -1."""
+    score = score_exact_in_place(response, ground_truth)
+    if score is not None:
+        return score
+    found = find_answer(response)
+    return _graded(is_gold_exact(found, ground_truth), found.answers[0])
 
-    The answer is the last \boxed{}, else the last `Answer:` line within the last 300 characters.
-    Answers are equal if their normalized strings are, or if math-verify finds them equal.
-    """
-    answer = extract_boxed(response) or answer_line(response)
-    if not (answer and answer.strip()):
+
+def score_exact_in_place(response: str, ground_truth: str) -> Score | None:
+    """Return what score_exact does if strings or plain numbers decide, else None."""
+    answers = find_answer(response).answers
+    if not answers:
         return Score(-1.0, "no_answer")
-    return _graded(is_same_value(answer.strip(), ground_truth), answer.strip())
+    is_right = decide_quickly(answers, ground_truth)
+    return None if is_right is None else _graded(is_right, answers[0])
 
 
 def score_choice(response: str, ground_truth: str) -> Score:
@@ -116,16 +121,15 @@ def score_geo3k(response: str, ground_truth: str) -> Score:
     r"""0.9 for a right answer in the last \boxed{}, plus 0.1 for the format.
 
     As in verl (`reward_score/geo3k.py`), the format is `<think>` at the start, `</think>`, then a
-    \boxed{}; the answer also counts without it. Answers are equal if their normalized strings are,
-    or if math-verify finds them equal (verl uses sympy through mathruler): 5\sqrt{2} and \sqrt{50},
-    13.5 and \frac{27}{2}.
+    \boxed{}; the answer also counts without it. The exact rule compares values, where verl uses
+    sympy through mathruler: 5\sqrt{2} and \sqrt{50}, 13.5 and \frac{27}{2}.
     """
     answer = (extract_boxed(response) or "").strip()
     format_value = GEO3K_FORMAT_WEIGHT * has_geo3k_format(response)
     if not answer:
         return Score(format_value, "no_answer")
     right = (1.0 - GEO3K_FORMAT_WEIGHT) + format_value
-    return _graded(is_same_value(answer, ground_truth), answer, right, wrong=format_value)
+    return _graded(is_equal_exact(answer, ground_truth), answer, right, wrong=format_value)
 
 
 def has_geo3k_format(response: str) -> bool:
@@ -142,91 +146,72 @@ def has_geo3k_format(response: str) -> bool:
     )
 
 
-def is_same_value(answer: str, ground_truth: str) -> bool:
-    """True if two answers are the same normalized string, or math-verify finds them equal.
-
-    As in mathruler, answers with a large or nested exponent are not evaluated: 9^{9^9} would
-    exhaust memory. The process's time limit stops other expensive inputs.
-    """
-    if normalize(answer) == normalize(ground_truth):
-        return True
-    if len(answer) > MAX_GEO3K_CHARACTERS or _TOWER.search(answer):
-        return False
-    from math_verify import (
-        parse,
-        verify,
-    )  # imports sympy, half a second: only if the strings differ
-
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its own SIGALRM limits are off
-    gold, given = (
-        parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (ground_truth, answer)
-    )
-    return bool(verify(gold, given, timeout_seconds=None))
-
-
 @dataclass(frozen=True)
 class Scorer:
-    """A rule and the number of characters it reads from the end of the response (None: all).
+    """A rule, and how it is run.
 
-    A rule with a window runs without a time limit: it must not raise, and must run in linear time.
-    Unless it `reads_thinking`, it gets only the text after the last </think>, and nothing if
+    A rule may raise and take long: it runs in a separate process under a time limit. `in_place`
+    decides what it can in linear time without raising, and returns None for the rest.
+    Unless it `reads_thinking`, a rule gets only the text after the last </think>, and nothing if
     thinking has not ended.
     """
 
     rule: Callable[[str, str], Score]
-    window_characters: int | None = None
+    in_place: Callable[[str, str], Score | None] = lambda response, ground_truth: None
+    window_characters: int | None = None  # read from the end of the response; None: all
     reads_thinking: bool = False
-    package: str | None = None  # from the extra `chain`, that the rule imports
 
     def __call__(self, response: str, ground_truth: str) -> Score:
-        if not self.reads_thinking:
-            response = response.rpartition("</think>")[2]
-            response = "" if "<think>" in response else response
-        return self.rule(response, ground_truth)
+        return self.rule(self._read(response), ground_truth)
+
+    def quickly(self, response: str, ground_truth: str) -> Score | None:
+        """Return the score if it can be decided in this process, else None."""
+        return self.in_place(self._read(response), ground_truth)
+
+    def _read(self, response: str) -> str:
+        if self.reads_thinking:
+            return response
+        response = response.rpartition("</think>")[2]
+        return "" if "<think>" in response else response
+
+
+def _bounded(rule: Callable[[str, str], Score], reads_thinking: bool = False) -> Scorer:
+    """A rule that reads a bounded tail in linear time and never raises."""
+    return Scorer(rule, rule, WINDOW_CHARACTERS, reads_thinking)
 
 
 SCORERS: Mapping[str, Scorer] = {
-    "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
-    "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # not affected by algorithm.compat
-    "math_verify": Scorer(score_math_verify, package="math-verify"),
+    "exact": Scorer(score_exact, score_exact_in_place),
+    "math_dapo": _bounded(score_math),
     "choice": Scorer(score_choice),
-    "geo3k": Scorer(
-        score_geo3k, reads_thinking=True, package="math-verify"
-    ),  # the format includes the tags
-    "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
+    "geo3k": Scorer(score_geo3k, reads_thinking=True),  # the format includes the tags
+    "gsm8k": _bounded(score_gsm8k),
 }
-
-
-def require_package(key: str, name: str) -> None:
-    """Raise ConfigError if the scorer imports a package that is not installed; `key` chose it."""
-    package = SCORERS[name].package
-    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise ConfigError(
-            f"{key} uses the scorer {name}, which needs the package {package} to compare values; "
-            "it is not "
-            f"installed: pip install {package}"
-        )
-
-
 VERL_SCORERS: Mapping[str, Scorer] = {
     **SCORERS,
-    "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS, reads_thinking=True),
-    "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS, reads_thinking=True),
+    "math_dapo": _bounded(score_math_as_verl, reads_thinking=True),
+    "gsm8k": _bounded(score_gsm8k, reads_thinking=True),
 }
 # In addition to the registered sets: scorers by their own names, and names in verl's
 # default_compute_score.
 DATA_SOURCES: Mapping[str, str] = {
+    "exact": "exact",
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
-    "math_boxed": "math_boxed",
-    "math_verify": "math_verify",
     "aime": "math_dapo",
     "cflue_mcq": "choice",
     "openai/gsm8k": "gsm8k",
     "hiyouga/geometry3k": "geo3k",
 }
+REPLACED = ("math_verify", "math_boxed")  # by exact
+
+
+def scorer_hint(name: str) -> str:
+    """Say which scorer a user may mean by an unknown name."""
+    if name in REPLACED:
+        return f"use exact instead of {name}; docs/data.md shows math-verify in a reward file"
+    close = difflib.get_close_matches(name, SCORERS, n=1)
+    return f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
 
 
 def overlong_penalty(

@@ -373,7 +373,7 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
         return "truncated"
     if not found.answers:
         return "no_answer"
-    decided = _decide_quickly(found.answers, gold)
+    decided = decide_quickly(found.answers, gold)
     if decided is None:
         decided = is_gold(found, gold)
     return "right" if decided else "wrong"
@@ -388,7 +388,7 @@ def _unless_cut(finish_reason: str | None, verdict: Verdict) -> Verdict:
     return "truncated" if is_cut(finish_reason) else verdict
 
 
-def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
+def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
     """Compare as strings or plain numbers; None if neither decides."""
     if gold in answers:
         return True

@@ -47,7 +47,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 }
 POOLED = "pooled"  # names all benchmarks of a suite together
 # The default for the user's own files: DAPO-Math-17k's schema, or {problem, answer}.
-OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED), scorer="math_verify")
+OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED))
 
 NUM_TRIED = 50  # rows used to recognize the schema of a file
 _LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -83,7 +83,7 @@ class ProblemSet:
     train: Mapping[str, str] = field(default_factory=dict)
     test: Mapping[str, str] = field(default_factory=dict)
     num_items: int | None = None  # in the complete test split; None: not checked
-    scorer: str = "math_boxed"
+    scorer: str = "exact"
     template: str = "aisbench"
     grader: GraderName = "mathematics"
 

@@ -22,7 +22,6 @@ UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
 CHAIN_MODULES = (
-    "math_verify",
     "prefect",
     "ray",
     "safetensors",

@@ -29,9 +29,7 @@ class ColumnsConfig(Section):
     id: str | None = key(None, "A unique id of the row.")
     subject: str | None = key(None, "Subject, for grouping in the report.")
     level: str | None = key(None, "Difficulty level, for grouping in the report.")
-    data_source: str | None = key(
-        None, "Data source, which selects the scorer; unset: math_verify."
-    )
+    data_source: str | None = key(None, "Data source, which selects the scorer; unset: exact.")
     system: str | None = key(None, "A system prompt per row.")
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import tempfile
@@ -13,7 +12,7 @@ from typing import Any
 
 from dapo_core.errors import ConfigError
 from dapo_core.reward.custom import require_function
-from dapo_core.reward.scorers import SCORERS, require_package
+from dapo_core.reward.scorers import SCORERS, scorer_hint
 from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.dispatch import Limits
@@ -216,9 +215,7 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
         return None
     file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
     arguments: tuple[str, ...] = ()
-    if file is None:
-        require_package(f"evaluate.scorer={settings.scorer}", settings.scorer)
-    else:
+    if file is not None:
         arguments = (str(file[0]), file[1])
         rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"
     pool = Pool(
@@ -248,10 +245,9 @@ def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:
         return None
     start, suffix, function = scorer.rpartition(".py")
     if not suffix or (function and not function.startswith(":")):
-        close = difflib.get_close_matches(scorer, SCORERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
         raise ConfigError(
-            f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; {hint}"
+            f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; "
+            f"{scorer_hint(scorer)}"
         )
     file = Path(start + suffix), function[1:] or "compute_score"
     require_function(*file, keys=("evaluate.scorer", "evaluate.scorer"))

@@ -252,7 +252,10 @@ class _Scoring:
         name = None if self.is_custom else scorer_name(source, self._table)
         scorer: Scorer | None = None if name is None else self._scorers[name]
         if scorer is not None and scorer.window_characters is not None:
-            return scorer(response[-scorer.window_characters :], problem.gold).verdict == "right"
+            response = response[-scorer.window_characters :]
+        score = scorer.quickly(response, problem.gold) if scorer else None
+        if score is not None:
+            return score.verdict == "right"
         call = (name, source, response, problem.gold, dict(problem.extra_info))
         return bool(self._pool.submit(*call).result()[1] == "right")
 
@@ -295,9 +298,8 @@ def _check_source(
             "scorer",
             WARN,
             f"prompts of {source} ask for {', '.join(asked)}, but {scorer} reads {', '.join(read)}",
-            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads "
-            "boxes) or "
-            "change the prompts",
+            f"no response would be right: add {source}=SCORER to reward.scorers (exact reads all "
+            "of them) or change the prompts",
         )
     else:
         findings.add("scorer", OK, f"{scorer} accepts {gold} as {', '.join(read)}")

@@ -192,20 +192,20 @@ def test_built_in_rules_use_a_process_only_if_they_could_hang(make: Make) -> Non
     pool = make(None, timeout_seconds=5.0, scorers=("mine=math_dapo",))
     pool.submit("math", request("x" * 900 + "Answer: 19", "19"))
     pool.submit("gsm8k", request("x" * 900 + "#### 18", "19", "openai/gsm8k"))
+    pool.submit("exact", request("\\boxed{1,900}" + "x" * 900, "1900", "math"))
     assert pool.pids == set()
     assert dict(pool.finished()) == {
         "math": Score(1.0, "right", "19", 1.0),
         "gsm8k": Score(0.0, "wrong", "18", 0.0),
+        "exact": Score(1.0, "right", "1,900", 1.0),
     }
     pool.submit("choice", request("<think>" + "x" * 900 + "</think>\\boxed{A}", "A", "cflue"))
     pool.submit("bad truth", request("\\boxed{A}", "H", "cflue"))
     pool.submit("geo3k", request("<think>x</think>\\boxed{3}", "3", "hiyouga/geometry3k"))
-    pool.submit(
-        "factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k")
-    )  # sympy tries to compute it
+    pool.submit("exact", request("\\boxed{\\frac{19}{2}}", "9.5", "math"))
     scores = drain(pool)
     assert (scores["choice"].verdict, scores["geo3k"].value) == ("right", 1.0)
-    assert (scores["bad truth"].verdict, scores["factorial"].verdict) == ("error", "timeout")
+    assert (scores["bad truth"].verdict, scores["exact"].verdict) == ("error", "right")
 
 
 def test_close_ends_the_processes_and_their_children(make: Make, tmp_path: Path) -> None:

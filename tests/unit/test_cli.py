@@ -503,7 +503,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     template = "data.prompt_template='{problem} Hint: {hint}. In \\boxed{hint}.'"
     model = build_tiny_qwen3(tmp_path / "model")
     shown = dapo("datasets", "show", rows, *columns, "--set", template, "--model", model).stdout
-    assert "row-0: answer '002', scored by math_verify" in shown
+    assert "row-0: answer '002', scored by exact" in shown
     assert "What is 1 + 1? Hint: count. In \\boxed{hint}.<|end|>\n<|assistant|>" in shown
     assert "row-2: answer 'NA'" in shown
     assert "unusable: 1 with no question, such as row 1:" in shown

@@ -117,7 +117,7 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
         first_recipe(Path("s.yaml"), model_keys("models/small"), "rows.jsonl", None, CPU)
     )
     config = load_config("s.yaml")
-    assert config.reward.scorers == ("school-2026=math_verify",)
+    assert config.reward.scorers == ("school-2026=exact",)
     assert {finding.status for finding in examine(config)} == {OK}
 
 

@@ -159,7 +159,7 @@ def test_megatron_keys_are_renamed() -> None:
 
 @pytest.mark.slow
 def test_the_reward_file_scores_like_our_training(tmp_path: Path) -> None:
-    launch = launched(MATH, 'reward.scorers=["mine=math_boxed"]', folder=tmp_path)
+    launch = launched(MATH, 'reward.scorers=["mine=exact"]', folder=tmp_path)
     (tmp_path / REWARD_FILE).write_text(launch.files[REWARD_FILE], encoding="utf-8")
     spec = importlib.util.spec_from_file_location("loaded_as_verl_does", tmp_path / REWARD_FILE)
     assert spec is not None
@@ -168,7 +168,7 @@ def test_the_reward_file_scores_like_our_training(tmp_path: Path) -> None:
     spec.loader.exec_module(module)
     for data_source, scorer in (
         ("math_dapo", "math_dapo"),
-        ("mine", "math_boxed"),
+        ("mine", "exact"),
         ("openai/gsm8k", "gsm8k"),
     ):
         for response in ("so Answer: 34", r"\boxed{34}", "#### 34", "none", "Answer: 35"):

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_training(
-    path: Path, ask: str = ASK_BOX, source: str = "math_boxed", golds: Sequence[str] = "123456"
+    path: Path, ask: str = ASK_BOX, source: str = "exact", golds: Sequence[str] = "123456"
 ) -> Path:
     rows = [
         {

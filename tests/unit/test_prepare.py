@@ -91,7 +91,7 @@ def test_every_format_gives_the_same_rows_to_training_and_evaluation(
         for n in range(6)
     ]
     assert [row["reward_model"]["ground_truth"] for row in rows] == [row["answer"] for row in ROWS]
-    assert {row["data_source"] for row in rows} == {"math_verify"}
+    assert {row["data_source"] for row in rows} == {"exact"}
     [item] = load_set(tmp_path / "prepared" / "eval.parquet").items
     assert (item.gold, item.prompt[0]["content"]) == ("018", "Find 9 + 9. () In \\boxed{hint}.")  # type: ignore[index]
 
@@ -164,7 +164,7 @@ def test_a_mixture_reaches_the_prompt_stream_and_metrics(tmp_path: Path) -> None
     _, rows = prepare(config, tmp_path)
     assert [(row["dataset"], row["data_source"]) for row in rows[3:5]] == [
         ("gsm8k", "gsm8k"),
-        ("mine.jsonl", "math_verify"),
+        ("mine.jsonl", "exact"),
     ]
     assert [[m["role"] for m in row["prompt"]] for row in rows[3:5]] == [
         ["user"],

@@ -22,12 +22,13 @@ from dapo_core.reward.scorers import (
     VERL_SCORERS,
     has_geo3k_format,
     overlong_penalty,
+    score_exact,
     score_geo3k,
     score_gsm8k,
     score_math,
     score_math_as_verl,
-    score_math_verify,
 )
+from eval.answers.grading import grade
 from eval.answers.math_dapo import unwrap
 from eval.problems.registry import SETS, load_set
 
@@ -225,6 +226,8 @@ def test_hostile_input_is_scored_in_linear_time(name: str) -> None:
 )
 def test_rules_without_a_time_limit_never_raise(response: str, truth: str) -> None:
     for scorer in (*SCORERS.values(), VERL_SCORERS["math_dapo"]):
+        quick = scorer.quickly(response, truth)
+        assert quick is None or quick == scorer(response, truth)
         if scorer.window_characters is not None:
             assert scorer(response, truth).verdict in ("right", "wrong", "no_answer")
             padded = "x" * 1000 + response.rjust(scorer.window_characters)
@@ -289,26 +292,28 @@ def test_geo3k(response: str, value: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "verdict"),
+    ("response", "truth", "verdict", "is_in_place"),
     [
-        (r"So $\boxed{\frac{1}{2}}$.", "0.5", "right"),
-        (r"$\boxed{(1, 2)}$", r"\left(1,2\right)", "right"),
-        (r"$\boxed{x^2+2x+1}$", "(x+1)^2", "right"),
-        (r"\boxed{3} is wrong, it is \boxed{4}", "4", "right"),
-        ("Answer: 2\\sqrt{3}", r"\sqrt{12}", "right"),
-        (r"$\boxed{0.51}$", r"\frac12", "wrong"),
-        (r"$\boxed{}$ and no more", "4", "no_answer"),
-        ("It is 4.", "4", "no_answer"),
-        (r"\boxed{9^{9^{9^9}}}", "4", "wrong"),  # not computed
+        (r"So $\boxed{\frac{1}{2}}$.", "0.5", "right", False),
+        (r"$\boxed{x^2+2x+1}$", "(x+1)^2", "right", False),
+        (r"\boxed{3} is wrong, it is \boxed{4}", "4", "right", True),
+        ("Answer: 1,000", "1000", "right", True),
+        ("Answer: 2\\sqrt{3}", r"\sqrt{12}", "right", False),
+        (r"$\boxed{0.51}$", r"\frac12", "wrong", False),
+        (r"$\boxed{4.5 \times 10^{33}}$", "4.5e33", "right", False),
+        (r"$\boxed{x=0}$", "y=0", "wrong", False),
+        (r"$\boxed{}$ and no more", "4", "no_answer", True),
+        (r"\boxed{9^{9^{9^9}}}", "4", "wrong", False),
     ],
 )
-def test_math_verify_compares_values(response: str, truth: str, verdict: str) -> None:
-    score = score_math_verify(response, truth)
-    assert (score.verdict, score.value, score.acc) == (
-        verdict,
-        1.0 if verdict == "right" else -1.0,
-        verdict == "right",
-    )
+def test_a_response_is_rewarded_exactly_if_the_evaluation_counts_it_as_right(
+    response: str, truth: str, verdict: str, is_in_place: bool
+) -> None:
+    score = score_exact(response, truth)
+    is_right = verdict == "right"
+    assert (score.verdict, score.value, score.acc) == (verdict, 2.0 * is_right - 1.0, is_right)
+    assert grade(response, "stop", truth).verdict == verdict
+    assert SCORERS["exact"].quickly(response, truth) == (score if is_in_place else None)
 
 
 def test_geo3k_compares_latex_values_and_checks_the_format_in_linear_time() -> None:
@@ -328,8 +333,7 @@ def test_geo3k_compares_latex_values_and_checks_the_format_in_linear_time() -> N
 def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
     answers = {
         "math_dapo": "Answer: 34",
-        "math_boxed": "\\boxed{34}",
-        "math_verify": "Answer: 34",
+        "exact": "\\boxed{34}",
         "gsm8k": "#### 34",
     }
     for name, answer in answers.items():
@@ -347,10 +351,10 @@ def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
 def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
     known = {
-        "arithmetic": "math_boxed",
+        "arithmetic": "exact",
         "openai/gsm8k": "gsm8k",
         "cflue": "choice",
-        "math": "math_verify",
+        "math": "exact",
     }
     assert known.items() <= routes().items()
     assert not DATA_SOURCES.keys() & SETS.keys()
@@ -368,11 +372,11 @@ def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() 
     [
         (
             ("mine",),
-            "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, "
-            "math_dapo",
+            "'mine', which is not DATA_SOURCE=SCORER .* choice, exact, geo3k, gsm8k, math_dapo",
         ),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
+        (("mine=math_verify",), r"use exact instead of math_verify; docs/data\.md"),
         (("mine=gsm8k", "mine=choice"), "'mine' to two scorers, gsm8k and choice"),
     ],
 )
@@ -387,6 +391,8 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
         match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*data_source .*reward\.scorers",
     ):
         require_scorers({"arithmetic", "gsm9k"}, RewardConfig(), CustomRewardConfig())
+    with pytest.raises(DataError, match=r"'math_boxed' has no scorer; use exact instead"):
+        require_scorers({"math_boxed"}, RewardConfig(), CustomRewardConfig())
     require_scorers(
         {"arithmetic", "gsm9k"}, RewardConfig(scorers=("gsm9k=gsm8k",)), CustomRewardConfig()
     )

@@ -167,7 +167,6 @@ TRAINING_SETS = (
         licence="MIT",
         schemas=(Schema(("question", "final_answer", "difficulty"), read_deepmath, ("topic",)),),
         train={"huggingface": "hf:zwhe99/DeepMath-103K@main"},
-        scorer="math_verify",
     ),
     ProblemSet(
         name="math",
@@ -181,7 +180,6 @@ TRAINING_SETS = (
             "huggingface": _MATH_LIGHTEVAL.format("test"),
         },
         num_items=5000,
-        scorer="math_verify",
     ),
     ProblemSet(
         name="gsm8k",
@@ -210,7 +208,6 @@ TRAINING_SETS = (
         train={"huggingface": _GEOMETRY3K.format("train")},
         test={"huggingface": _GEOMETRY3K.format("test")},
         num_items=601,
-        scorer="math_verify",
     ),
 )
 ARITHMETIC = ProblemSet(
@@ -234,7 +231,6 @@ BENCHMARKS = (
             "modelscope": "modelscope:AI-ModelScope/MATH-500@master/test.jsonl",
         },
         num_items=500,
-        scorer="math_verify",
     ),
     ProblemSet(
         name="aime24",
@@ -282,7 +278,6 @@ BENCHMARKS = (
             "#sha256=bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416",
         },
         num_items=675,
-        scorer="math_verify",
     ),
     ProblemSet(
         name="minerva",
@@ -294,6 +289,5 @@ BENCHMARKS = (
             "#sha256=0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2",
         },
         num_items=272,
-        scorer="math_verify",
     ),
 )
