@@ -33,13 +33,13 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
-from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
-from eval.recorder import Benchmark
-from eval.results import make_settings, write_json
-from eval.run import evaluate_all
-from eval.summary import Summary
+from eval.requests.dispatch import Limits
+from eval.requests.recorder import Benchmark
+from eval.requests.run import evaluate_all
+from eval.results.rows import make_settings, write_json
+from eval.results.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCURRENCY = 48

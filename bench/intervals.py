@@ -24,8 +24,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
-from eval.history import measure_trend
-from eval.statistics import (
+from eval.report.history import measure_trend
+from eval.results.statistics import (
     SIGNIFICANCE,
     Stratum,
     measure_change,

@@ -71,7 +71,7 @@ def run_job(job: Job) -> Outcome:
     """Build what the job needs and is not in the store; runs in a process of its own."""
     _print_lines()
     from dapo_core.metrics.log import METRICS_FILE
-    from eval.training import read_training_metrics, series, training_totals
+    from eval.report.training import read_training_metrics, series, training_totals
     from flows.config import load_config
     from tasks.artifacts.store import ArtifactStore
     from tasks.data.layout import TRAIN_FILE

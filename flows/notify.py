@@ -21,8 +21,8 @@ from prefect.utilities.urls import url_for
 
 from dapo_core.errors import ConfigError
 from eval.endpoint import LOOPBACK
-from eval.pages import points
-from eval.report import REPORT_PAGE
+from eval.report.pages import points
+from eval.report.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config
 from redaction import redacted
 from tasks.runs.history import REPORT_FOLDER

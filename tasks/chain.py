@@ -18,7 +18,7 @@ from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST, require_model_folder
 from durable import link_or_copy, read_json_lines
-from eval.run import evaluate_all
+from eval.requests.run import evaluate_all
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
@@ -105,7 +105,7 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     "evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept"
 )
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
-    """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as
+    """Evaluate one model: a results folder, or a suite of them (eval/results/suite.py), recorded as
     `label`.
 
     Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its

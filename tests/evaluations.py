@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from eval import suite_report
 from eval.answers.grading import VERDICTS
-from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
-from eval.plots import Plots
 from eval.problems.items import EvaluationSet, Item
-from eval.recorder import Benchmark
-from eval.results import Evaluation, Row, make_settings, write_rows
-from eval.run import evaluate_all
-from eval.summary import Summary
+from eval.report import suite_report
+from eval.report.compare import Comparison, compare_evaluations
+from eval.report.plots import Plots
+from eval.requests.recorder import Benchmark
+from eval.requests.run import evaluate_all
+from eval.results.rows import Evaluation, Row, make_settings, write_rows
+from eval.results.summary import Summary
 
 SAMPLING = Sampling(max_tokens=64)
 # A letter per response: r right, w wrong, n no answer, t truncated, f failed request.

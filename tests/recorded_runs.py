@@ -14,9 +14,15 @@ from typing import Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
 from dapo_core.metrics.log import METRICS_FILE
-from eval.compare import compare
-from eval.report import REPORT_JSON, REPORT_MARKDOWN, Provenance, make_report, render_markdown
-from eval.training import read_training_metrics
+from eval.report.compare import compare
+from eval.report.report import (
+    REPORT_JSON,
+    REPORT_MARKDOWN,
+    Provenance,
+    make_report,
+    render_markdown,
+)
+from eval.report.training import read_training_metrics
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT

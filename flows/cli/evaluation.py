@@ -21,8 +21,8 @@ from flows.cli.options import (
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
-    from eval.suite_report import Models
-    from eval.summary import Summary
+    from eval.report.suite_report import Models
+    from eval.results.summary import Summary
     from tasks.config.evaluate import EvaluateConfig
     from tasks.runs.history import RecordedRun
 
@@ -86,7 +86,7 @@ def evaluate(
     Exit status 3 if a gate of evaluate.gates fails; gates that compare two models are only named.
     """
     from eval.endpoint import Endpoint
-    from eval.run import evaluate_all
+    from eval.requests.run import evaluate_all
     from flows.config import load_config_or_defaults
     from tasks.evaluation.served_model import served_folder, served_model_identity
     from tasks.evaluation.settings import benchmarks_into, limits_of, load_sets
@@ -119,8 +119,8 @@ def _check_gates(output: Path, settings: EvaluateConfig, replaced: Path | None) 
         )
     if not settings.gates:
         return
-    from eval.gates import BEFORE, LAST_NIGHT, describe_gates
-    from eval.suite_report import check_own_gates
+    from eval.report.gates import BEFORE, LAST_NIGHT, describe_gates
+    from eval.report.suite_report import check_own_gates
 
     columns = (BEFORE, *(one.name for one in settings.baselines), LAST_NIGHT)
     results = check_own_gates(output, settings.gates, columns)
@@ -191,13 +191,13 @@ def grade(
     any other.
     """
     if output is not None:
-        from eval.foreign_logs import import_log
+        from eval.logs.foreign import import_log
 
         _print_summary(output, import_log(results, output))
         return
     from dapo_core.errors import ConfigError
-    from eval.regrade import describe, regrade
-    from eval.suite import SUITE_FILE, read_suite
+    from eval.logs.regrade import describe, regrade
+    from eval.results.suite import SUITE_FILE, read_suite
     from tasks.artifacts.artifact import MANIFEST_NAME
 
     if ((results if results.is_dir() else results.parent) / MANIFEST_NAME).is_file():
@@ -228,9 +228,9 @@ def export(
     ],
 ) -> None:
     """Export an evaluation as a log of inspect_ai or lm-eval; dapo grade --output imports either."""
-    from eval.exported_logs import export_inspect, export_lm_eval
-    from eval.results import load_evaluation
-    from eval.suite import read_suite
+    from eval.logs.exported import export_inspect, export_lm_eval
+    from eval.results.rows import load_evaluation
+    from eval.results.suite import read_suite
 
     write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
     folders = read_suite(results)
@@ -258,7 +258,7 @@ def report(
     gates: GateOption = None,
 ) -> None:
     """Compare two evaluations item by item and write the report."""
-    from eval.suite_report import Models
+    from eval.report.suite_report import Models
 
     _compare(Models(before, after, read_baselines(baselines)), gates, title, metrics, output)
 
@@ -273,8 +273,8 @@ def _compare(
     """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate
     failed.
     """
-    from eval.report import REPORT_PAGE, Provenance, render_markdown
-    from eval.suite_report import write_suite_report
+    from eval.report.report import REPORT_PAGE, Provenance, render_markdown
+    from eval.report.suite_report import write_suite_report
     from flows.console import print_markdown
 
     content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
@@ -350,7 +350,7 @@ def compare(
         )
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
-    from eval.suite_report import Models
+    from eval.report.suite_report import Models
 
     models = Models(before, after, read_baselines(baselines))
     _compare(models, gates, "Before/after comparison", output=output)
@@ -375,7 +375,7 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
 
 
 def _print_trainings(sides: list[str], store: Path, output: Path | None) -> None:
-    from eval.compare_trainings import compare_trainings, render_markdown, write_page
+    from eval.report.compare_trainings import compare_trainings, render_markdown, write_page
     from flows.console import print_markdown
     from tasks.runs.history import find_training_log
 
@@ -389,7 +389,7 @@ def _print_trainings(sides: list[str], store: Path, output: Path | None) -> None
 
 
 def _print_history(paths: list[Path], output: Path | None, benchmark: str | None) -> None:
-    from eval.history import make_history, render_markdown, write_page
+    from eval.report.history import make_history, render_markdown, write_page
     from flows.console import print_markdown
 
     history = make_history(paths, benchmark)

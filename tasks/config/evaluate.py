@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import Entry, JsonObject, Section, key, volatile
-from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED
+from eval.report.gates import BEFORE, LAST_NIGHT, parse_gate
 from tasks.config.data import ColumnsConfig, listed_sets
 
 _NAME = re.compile(r"\w[\w-]*")

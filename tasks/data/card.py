@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.answers.choice import option_letters
-from eval.pages import render
+from eval.report.pages import render
 from tasks.data.contamination import MIN_OVERLAP, RUN_WORDS, Hit, Mode
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import httpx
 
 from durable import write_atomically
 from eval.endpoint import LOOPBACK, Endpoint
-from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
+from eval.requests.identity import LogProbs, Weights, probe_requests, read_logprobs
 from redaction import redact
 from tasks.artifacts.artifact import canonical_json
 from tasks.artifacts.references import once_per_run

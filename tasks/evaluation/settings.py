@@ -15,15 +15,15 @@ from dapo_core.reward.custom import require_function
 from dapo_core.reward.scorers import SCORERS, scorer_hint
 from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
-from eval.dispatch import Limits
 from eval.endpoint import Sampling
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
 from eval.problems.sources import default_cache
-from eval.recorder import Benchmark
-from eval.results import make_folder
-from eval.suite import Member, require_single, write_suite
+from eval.requests.dispatch import Limits
+from eval.requests.recorder import Benchmark
+from eval.results.rows import make_folder
+from eval.results.suite import Member, require_single, write_suite
 from tasks.artifacts.artifact import sha256_of
 from tasks.config import ChainConfig
 from tasks.config.data import SetConfig

@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from dapo_core.checkpoint.folder import generations_file
 from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
-from eval.report import REPORT_MARKDOWN, REPORT_PAGE
+from eval.report.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH

@@ -20,8 +20,8 @@ from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from durable import leaves
 from eval import EvaluationError
-from eval.gates import LAST_NIGHT
 from eval.problems.prompts import find_template
+from eval.report.gates import LAST_NIGHT
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources

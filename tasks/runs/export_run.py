@@ -16,10 +16,10 @@ from markupsafe import escape
 
 from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
-from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from eval.problems.registry import SETS
-from eval.report import REPORT_JSON
+from eval.report.pages import render
+from eval.report.report import REPORT_JSON
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore

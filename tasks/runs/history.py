@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from durable import UNSET, differences, is_locked
-from eval.report import REPORT_JSON
+from eval.report.report import REPORT_JSON
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
 from tasks.artifacts.store import Attempt

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from eval import EvaluationError
-from eval.gates import LAST_NIGHT
-from eval.history import make_history
-from eval.pages import plain_p, points
-from eval.statistics import SIGNIFICANCE
-from eval.suite import describe_suite
+from eval.report.gates import LAST_NIGHT
+from eval.report.history import make_history
+from eval.report.pages import plain_p, points
+from eval.results.statistics import SIGNIFICANCE
+from eval.results.suite import describe_suite
 from tasks.config import ChainConfig
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 

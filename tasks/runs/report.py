@@ -18,8 +18,8 @@ from dapo_core.policy.profiling import PROFILES
 from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError
 from eval import EvaluationError
-from eval.report import Provenance
-from eval.suite_report import Models, write_suite_report
+from eval.report.report import Provenance
+from eval.report.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, package_versions

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from durable import link_or_copy
-from eval.recorder import Benchmark
-from eval.results import SUMMARY_FILE, ResultsError
-from eval.suite import Member, describe_suite, is_single, read_suite, write_suite
+from eval.requests.recorder import Benchmark
+from eval.results.rows import SUMMARY_FILE, ResultsError
+from eval.results.suite import Member, describe_suite, is_single, read_suite, write_suite
 from tasks.artifacts.artifact import MANIFEST_NAME, DamagedArtifact, verify_directory
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore

@@ -19,9 +19,9 @@ from types import FrameType
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
-from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
-from eval.results import Row, RowKey, read_rows
+from eval.requests.dispatch import Limits
+from eval.results.rows import Row, RowKey, read_rows
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 from tests.operated import Site, describe

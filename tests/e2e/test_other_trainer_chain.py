@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from durable import read_json_lines
-from eval.training import read_training_metrics
+from eval.report.training import read_training_metrics
 from flows.config import Config
 from tasks import chain
 from tasks.external.training import train_with_other

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from eval import EvaluationError, dispatch
-from eval.client import Answer, Connection, _retry_after
-from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
-from eval.results import read_rows
+from eval.requests.client import Answer, Connection, _retry_after
+from eval.requests.dispatch import Dispatcher, Limits, Outcome, Request
+from eval.results.rows import read_rows
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import (
     ArithmeticServer,

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from eval import RequestsRefused
-from eval.compare import compare
-from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
-from eval.identity import ModelChangedError
-from eval.report import UNKNOWN, describe_measurement
-from eval.results import load_evaluation, read_rows, read_settings
-from eval.summary import Summary
+from eval.report.compare import compare
+from eval.report.report import UNKNOWN, describe_measurement
+from eval.requests.dispatch import Limits
+from eval.requests.identity import ModelChangedError
+from eval.results.rows import load_evaluation, read_rows, read_settings
+from eval.results.summary import Summary
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from eval import RequestsRefused
-from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
+from eval.logs.regrade import regrade
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set
-from eval.regrade import regrade
-from eval.report import make_report, render_markdown
-from eval.results import read_rows
+from eval.report.compare import compare
+from eval.report.report import make_report, render_markdown
+from eval.results.rows import read_rows
 from flows.config import load_config_or_defaults
 from tasks.data.prepare import write_held_out
 from tasks.data.sources import eval_sources

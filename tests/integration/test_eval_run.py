@@ -19,13 +19,13 @@ import pytest
 
 from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import MathGrader
-from eval.compare import compare
-from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
-from eval.history import make_history
+from eval.logs.regrade import regrade
 from eval.problems.registry import load_set
-from eval.regrade import regrade
-from eval.results import ResultsError, exclusive, load_evaluation, read_rows
+from eval.report.compare import compare
+from eval.report.history import make_history
+from eval.requests.dispatch import Limits
+from eval.results.rows import ResultsError, exclusive, load_evaluation, read_rows
 from tasks.evaluation.served_model import served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import evaluate

@@ -9,15 +9,15 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from eval import InputError
-from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
+from eval.logs.regrade import regrade
 from eval.problems.items import EvaluationSet
-from eval.recorder import Benchmark
-from eval.regrade import regrade
-from eval.report import make_report, render_markdown
-from eval.results import read_rows
-from eval.run import evaluate_all
-from eval.summary import Summary
+from eval.report.compare import compare
+from eval.report.report import make_report, render_markdown
+from eval.requests.recorder import Benchmark
+from eval.requests.run import evaluate_all
+from eval.results.rows import read_rows
+from eval.results.summary import Summary
 from flows.config import load_config_or_defaults
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.evaluation import settings

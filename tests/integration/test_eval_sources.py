@@ -14,8 +14,8 @@ from downloads import BadReference, NotFound, WrongContent
 from eval.problems import ProblemsError
 from eval.problems.registry import SETS, SUITES, load_set
 from eval.problems.sources import fetch, rows_of
-from eval.results import load_evaluation
-from eval.suite import read_suite
+from eval.results.rows import load_evaluation
+from eval.results.suite import read_suite
 from flows.cli import app
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved

@@ -14,14 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from eval import RequestsRefused
-from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import SUITES
-from eval.recorder import Benchmark
-from eval.results import load_evaluation, read_rows
-from eval.run import evaluate_all
-from eval.suite import describe_suite, read_suite
+from eval.requests.dispatch import Limits
+from eval.requests.recorder import Benchmark
+from eval.requests.run import evaluate_all
+from eval.results.rows import load_evaluation, read_rows
+from eval.results.suite import describe_suite, read_suite
 from flows.cli import app
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from eval.compare import compare_evaluations
-from eval.history import make_history, write_page
-from eval.item_pages import pack_items
-from eval.report import Provenance, make_report, render_html
-from eval.suite import Member, write_suite
-from eval.suite_report import Models, write_suite_report
+from eval.report.compare import compare_evaluations
+from eval.report.history import make_history, write_page
+from eval.report.item_pages import pack_items
+from eval.report.report import Provenance, make_report, render_html
+from eval.report.suite_report import Models, write_suite_report
+from eval.results.suite import Member, write_suite
 from tests.evaluations import evaluation, make_items, no_plots, write_results
 from tests.integration.browser import Browser
 

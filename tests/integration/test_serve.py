@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.endpoint import Sampling
 from eval.problems.items import EvaluationSet, Item
-from eval.recorder import Benchmark
-from eval.run import evaluate_all
+from eval.requests.recorder import Benchmark
+from eval.requests.run import evaluate_all
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.serve import ServeConfig
 from tasks.evaluation.settings import limits_of, sampling_of

@@ -25,7 +25,7 @@ from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import ConfigError, RolloutError
 from dapo_core.machine.stopping import TrainingStopped
 from eval import EvaluationError
-from eval.results import ResultsError
+from eval.results.rows import ResultsError
 from flows.cli import app, main
 from tasks.chain import resume_options
 from tasks.execution.retries import describe, exit_code_of

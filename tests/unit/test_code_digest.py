@@ -23,7 +23,7 @@ def project(tmp_path: Path) -> Path:
         "core/merge/run.py",
         "core/chat.j2",
         "core/__pycache__/loss.pyc",
-        "eval/report.py",
+        "eval/report/report.py",
         "eval/answers/exact.py",
         "durable.py",
     )
@@ -54,7 +54,7 @@ def test_a_change_counts_where_a_stage_declares_it(project: Path) -> None:
         "core/config.py",
         "core/merge/run.py",
         "core/__pycache__/loss.pyc",
-        "eval/report.py",
+        "eval/report/report.py",
     ):
         (project / name).write_text("two")
         assert digest(project) == before, name
@@ -116,17 +116,19 @@ def test_irrelevant_code_changes_do_not_invalidate_training() -> None:
         "dapo_core/algorithm/loss.py",
         "dapo_core/reward/__init__.py",
     } <= trained
-    assert {"eval/client.py", "tasks/serve_model/command.py"} <= evaluated
+    assert {"eval/requests/client.py", "tasks/serve_model/command.py"} <= evaluated
     others = (
         "flows/",
         "tasks/",
         "dapo_core/merge/",
-        "eval/templates/",
+        "eval/report/templates/",
         "eval/report",
         "eval/client",
     )
     assert not [name for name in trained if name.startswith(others)]
     assert not [
-        name for name in evaluated if name.startswith(("flows/", "eval/templates/", "eval/report"))
+        name
+        for name in evaluated
+        if name.startswith(("flows/", "eval/report/templates/", "eval/report"))
     ]
     assert "dapo_core/trainer.py" not in evaluated

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo_core.metrics.log import MetricsLog, format_step
-from eval.compare_trainings import Ends, compare_trainings, render_markdown, write_page
-from eval.results import ResultsError
+from eval.report.compare_trainings import Ends, compare_trainings, render_markdown, write_page
+from eval.results.rows import ResultsError
 from flows.cli import app
 
 

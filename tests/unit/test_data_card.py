@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.compare import compare_evaluations
-from eval.item_pages import pack_items
-from eval.plots import prompt_length_plot
 from eval.problems.registry import OWN
 from eval.problems.rows import Split
-from eval.report import Provenance, make_report, render_html, render_markdown
+from eval.report.compare import compare_evaluations
+from eval.report.item_pages import pack_items
+from eval.report.plots import prompt_length_plot
+from eval.report.report import Provenance, make_report, render_html, render_markdown
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
 from tasks.data.prompt_format import PromptFormat

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from eval.endpoint import Sampling
-from eval.history import make_history, measure_trend, render_markdown, write_page
-from eval.results import ResultsError
-from eval.suite import Member, write_suite
-from eval.suite_report import Models
+from eval.report.history import make_history, measure_trend, render_markdown, write_page
+from eval.report.suite_report import Models
+from eval.results.rows import ResultsError
+from eval.results.suite import Member, write_suite
 from tests.evaluations import make_items, write_report, write_results
 
 ITEMS = make_items(8)
@@ -108,7 +108,7 @@ def test_reports_folders_and_stores_read_the_same(
 def test_an_evaluation_reused_by_later_runs_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.plots.history_plot", lambda *words, **options: "")
+    monkeypatch.setattr("eval.report.plots.history_plot", lambda *words, **options: "")
     nights = [
         write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))
     ]

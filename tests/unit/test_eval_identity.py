@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from eval.identity import LogProbs, Weights, describe_weights, read_logprobs, read_root
+from eval.requests.identity import LogProbs, Weights, describe_weights, read_logprobs, read_root
 
 TRAINED: LogProbs = (
     {" a": -1.0, " an": -1.2, " the": -2.4, " two": -3.3, " many": -4.0},

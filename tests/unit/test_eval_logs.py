@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from eval.compare import ComparisonError, compare
-from eval.exported_logs import export_inspect, export_lm_eval
-from eval.foreign_logs import import_log, read_log
-from eval.regrade import regrade
-from eval.results import (
+from eval.logs.exported import export_inspect, export_lm_eval
+from eval.logs.foreign import import_log, read_log
+from eval.logs.regrade import regrade
+from eval.report.compare import ComparisonError, compare
+from eval.results.rows import (
     Evaluation,
     ResultsError,
     load_evaluation,

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.compare import compare_evaluations
-from eval.results import load_evaluation, read_rows, write_rows
+from eval.report.compare import compare_evaluations
+from eval.results.rows import load_evaluation, read_rows, write_rows
 from tests.evaluations import write_results
 
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from eval.answers.grading import MathGrader
 from eval.endpoint import Endpoint, Sampling
+from eval.logs.regrade import describe, regrade
 from eval.problems.items import Item
-from eval.recorder import regrade_row
-from eval.regrade import describe, regrade
-from eval.results import (
+from eval.requests.recorder import regrade_row
+from eval.results.rows import (
     ResultsError,
     Row,
     join_lines,

@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.answers.grading import MathGrader
-from eval.breakdown import Speed, measure_speed
-from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.endpoint import Sampling
-from eval.pages import format_duration
-from eval.plots import accuracy_plots
-from eval.report import (
+from eval.report.breakdown import Speed, measure_speed
+from eval.report.compare import ComparisonError, compare, compare_evaluations
+from eval.report.pages import format_duration
+from eval.report.plots import accuracy_plots
+from eval.report.report import (
     UNKNOWN,
     Provenance,
     describe_measurement,
@@ -28,9 +28,9 @@ from eval.report import (
     render_markdown,
     verdict,
 )
-from eval.results import Evaluation, ResultsError
-from eval.suite_report import Models, write_suite_report
-from eval.training import read_training_metrics, training_totals, with_kept_share
+from eval.report.suite_report import Models, write_suite_report
+from eval.report.training import read_training_metrics, training_totals, with_kept_share
+from eval.results.rows import Evaluation, ResultsError
 from tests.evaluations import (
     compared,
     evaluation,

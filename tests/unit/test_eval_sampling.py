@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ConfigError
-from eval.compare import ComparisonError, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
 from eval.problems import ProblemsError
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
-from eval.report import UNKNOWN, describe_measurement
-from eval.results import load_evaluation, make_settings
+from eval.report.compare import ComparisonError, compare_evaluations
+from eval.report.report import UNKNOWN, describe_measurement
+from eval.results.rows import load_evaluation, make_settings
 from flows.config import load_config, load_config_or_defaults
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.evaluation.settings import load_sets, sampling_of

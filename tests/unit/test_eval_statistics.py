@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from eval.answers.grading import grade
-from eval.breakdown import compare_metrics
-from eval.compare import compare
-from eval.results import Evaluation, ResultsError, load_evaluation
-from eval.statistics import (
+from eval.report.breakdown import compare_metrics
+from eval.report.compare import compare
+from eval.results.rows import Evaluation, ResultsError, load_evaluation
+from eval.results.statistics import (
     PValues,
     Stratum,
     change_interval,
@@ -27,7 +27,7 @@ from eval.statistics import (
     share_interval,
     sign_flip_test,
 )
-from eval.summary import item_metrics, majority_share, pass_at, same_answer_by, summarise
+from eval.results.summary import item_metrics, majority_share, pass_at, same_answer_by, summarise
 from tests.evaluations import (
     evaluation,
     make_items,

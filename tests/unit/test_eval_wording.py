@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from eval.answers.grading import ChoiceGrader, LikelihoodGrader
-from eval.compare import compare, compare_evaluations
-from eval.exported_logs import export_inspect
-from eval.report import SAME_MODEL, make_report, notes, render_markdown, verdict
-from eval.results import Evaluation, load_evaluation
-from eval.suite import Member, write_suite
-from eval.suite_report import Models, write_suite_report
-from eval.summary import summarise
+from eval.logs.exported import export_inspect
+from eval.report.compare import compare, compare_evaluations
+from eval.report.report import SAME_MODEL, make_report, notes, render_markdown, verdict
+from eval.report.suite_report import Models, write_suite_report
+from eval.results.rows import Evaluation, load_evaluation
+from eval.results.suite import Member, write_suite
+from eval.results.summary import summarise
 from tests.evaluations import (
     compared,
     evaluation,

@@ -17,9 +17,9 @@ import yaml
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
-from eval.item_pages import PackedItems
-from eval.plots import Plots
-from eval.report import render_html
+from eval.report.item_pages import PackedItems
+from eval.report.plots import Plots
+from eval.report.report import render_html
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.artifact import FileEntry, StoreError, content_digest, sha256_of

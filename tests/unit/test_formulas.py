@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval.formulas import Formulas, mathml
+from eval.report.formulas import Formulas, mathml
 
 
 def rendered(text: str, max_formulas: int = 100) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval.gates import Gate, GateError, check_gate, describe_gates, parse_gate
+from eval.report.gates import Gate, GateError, check_gate, describe_gates, parse_gate
 
 NAMES = ("math500", "gpqa-diamond")
 COLUMNS = ("before", "qwen3-8", "last-night")

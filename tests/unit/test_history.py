@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dapo_core.errors import DataError
 from durable import is_locked, locked
-from eval.results import ResultsError
+from eval.results.rows import ResultsError
 from flows import tables
 from flows.cli import app
 from flows.tables import print_runs

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from eval import item_pages
-from eval.compare import compare_evaluations
-from eval.item_pages import PackedItems, pack_items
-from eval.report import make_report, render_html
-from eval.results import Evaluation
+from eval.report import item_pages
+from eval.report.compare import compare_evaluations
+from eval.report.item_pages import PackedItems, pack_items
+from eval.report.report import make_report, render_html
+from eval.results.rows import Evaluation
 from tests.evaluations import evaluation, make_items, make_rows, no_plots, settings_of
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval.compare import compare
-from eval.report import Provenance, make_report, render_markdown
+from eval.report.compare import compare
+from eval.report.report import Provenance, make_report, render_markdown
 from tasks.chain import link_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import (

@@ -17,7 +17,7 @@ import pytest
 
 from dapo_core.machine import versions
 from dapo_core.machine.device import Cpu, Cuda
-from eval.gates import LAST_NIGHT
+from eval.report.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval import run
+from eval.requests import run
 from flows import progress
 from flows.progress import STEP_LINE, StepBar, bytes_progress
 from tests.evaluations import make_items, make_row
@@ -64,7 +64,7 @@ def test_an_evaluation_is_logged_in_tenths_or_by_time(
     )  # the start, then each finished request
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     row = make_row(make_items(1)[0], "r")
-    with caplog.at_level(logging.INFO, "eval.run"), run._Progress(40, None) as shown:
+    with caplog.at_level(logging.INFO, "eval.requests.run"), run._Progress(40, None) as shown:
         for _ in range(6):
             shown.advance([row], 0)
     assert [line.split(" items")[0] for line in caplog.messages] == [

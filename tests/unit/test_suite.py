@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval.problems.registry import SETS, SUITES
-from eval.results import ResultsError
-from eval.suite import Member, describe_suite, read_suite, write_suite
+from eval.results.rows import ResultsError
+from eval.results.suite import Member, describe_suite, read_suite, write_suite
 from tests.evaluations import write_results
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set
-from eval.suite import describe_suite, read_suite
+from eval.results.suite import describe_suite, read_suite
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from eval.compare import ComparisonError
 from eval.problems.items import Item
-from eval.report import Provenance
-from eval.results import Evaluation
-from eval.statistics import holm, sign_flip_test
-from eval.suite import Member, write_suite
-from eval.suite_comparison import problem_digests
-from eval.suite_report import Models, write_suite_report
+from eval.report.compare import ComparisonError
+from eval.report.report import Provenance
+from eval.report.suite_comparison import problem_digests
+from eval.report.suite_report import Models, write_suite_report
+from eval.results.rows import Evaluation
+from eval.results.statistics import holm, sign_flip_test
+from eval.results.suite import Member, write_suite
 from flows.cli import app
 from tests.evaluations import make_rows, write_report, write_results
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from eval.statistics import (
+from eval.report.suite_comparison import Paired
+from eval.results.statistics import (
     Interval,
     PairedChange,
     Stratum,
@@ -15,7 +16,6 @@ from eval.statistics import (
     pooled_mean,
     share_interval,
 )
-from eval.suite_comparison import Paired
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eval.compare import MAX_RESPONSE_CHARS
-from eval.formulas import Formulas
-from eval.pages import render
-from eval.results import Evaluation, Row, Samples, has_aisbench, is_answered, num_right
+from eval.report.compare import MAX_RESPONSE_CHARS
+from eval.report.formulas import Formulas
+from eval.report.pages import render
+from eval.results.rows import Evaluation, Row, Samples, has_aisbench, is_answered, num_right
 from redaction import redact
 
 if TYPE_CHECKING:

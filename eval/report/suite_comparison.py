@@ -8,11 +8,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eval.compare import Comparison, Side
-from eval.gates import ACCURACY, Metrics
 from eval.problems.prompts import PLACE
-from eval.results import Evaluation
-from eval.statistics import (
+from eval.report.compare import Comparison, Side
+from eval.report.gates import ACCURACY, Metrics
+from eval.results.rows import Evaluation
+from eval.results.statistics import (
     SIGNIFICANCE,
     Interval,
     PairedChange,

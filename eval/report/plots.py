@@ -7,9 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.compare import Comparison, GroupResult, Side
-from eval.figures import COLOUR, errors, legend, legend_above, new_figure, plain, svg_of, wrapped
-from eval.training import Steps, series, with_kept_share
+from eval.report.compare import Comparison, GroupResult, Side
+from eval.report.figures import (
+    COLOUR,
+    errors,
+    legend,
+    legend_above,
+    new_figure,
+    plain,
+    svg_of,
+    wrapped,
+)
+from eval.report.training import Steps, series, with_kept_share
 
 _LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 MAX_SIDES = len(_LINE_COLOURS)

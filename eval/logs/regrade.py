@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.answers.grading import GRADERS, grader_of
-from eval.recorder import regrade_row
-from eval.results import (
+from eval.requests.recorder import regrade_row
+from eval.results.rows import (
     RESULTS_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
@@ -21,7 +21,7 @@ from eval.results import (
     write_json,
     write_rows,
 )
-from eval.summary import Summary, same_answer_by, summarise
+from eval.results.summary import Summary, same_answer_by, summarise
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from eval.client import Answer, Connection, RequestError
 from eval.endpoint import Endpoint, Sampling
-from eval.identity import ModelChangedError, Weights
 from eval.problems.items import Item
+from eval.requests.client import Answer, Connection, RequestError
+from eval.requests.identity import ModelChangedError, Weights
 
 logger = logging.getLogger(__name__)
 

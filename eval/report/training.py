@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import read_json_lines
-from eval.results import ResultsError
+from eval.results.rows import ResultsError
 
 Steps = list[dict[str, Any]]  # metrics of each training step, in order
 _GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")

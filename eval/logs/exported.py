@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.results import Evaluation, Row, Samples, has_aisbench, make_folder
-from eval.summary import acc_norm, rate
+from eval.results.rows import Evaluation, Row, Samples, has_aisbench, make_folder
+from eval.results.summary import acc_norm, rate
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from downloads.nearest import nearest
 from durable import write_atomically
-from eval.pages import format_p, plain_p, points, points_interval, render
-from eval.report import REPORT_JSON
-from eval.results import (
+from eval.report.pages import format_p, plain_p, points, points_interval, render
+from eval.report.report import REPORT_JSON
+from eval.results.rows import (
     RESULTS_FILE,
     SETTINGS_FILE,
     ResultsError,
@@ -22,7 +22,7 @@ from eval.results import (
     load_evaluation,
     make_folder,
 )
-from eval.statistics import (
+from eval.results.statistics import (
     SIGNIFICANCE,
     PairedChange,
     change_interval,
@@ -30,7 +30,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
-from eval.suite import OWN, SUITE_FILE, read_suite
+from eval.results.suite import OWN, SUITE_FILE, read_suite
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
     """Write history.html, with a plot per series, to `output_dir`; returns its path."""
     from markupsafe import Markup
 
-    from eval.plots import history_plot
+    from eval.report.plots import history_plot
 
     drawings = [
         Markup(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from eval.results import SETTINGS_FILE, ResultsError, read_settings, write_json
+from eval.results.rows import SETTINGS_FILE, ResultsError, read_settings, write_json
 
 SUITE_FILE = "suite.json"
 OWN = "own"  # the name of a single benchmark from the user's own file

@@ -30,7 +30,7 @@ RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that affect verdicts but not responses: if they change, stored rows are graded again.
 GRADING_SETTINGS = ("grader", "golds")
-# who served which weights; not among the settings that must agree, see `eval.identity`
+# who served which weights; not among the settings that must agree, see `eval.requests.identity`
 SERVED = "served"
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest

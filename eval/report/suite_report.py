@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.checkpoint_curve import checkpoint_curve
-from eval.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluations
-from eval.gates import AFTER, BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
-from eval.item_pages import pack_items
-from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
-from eval.plots import (
+from eval.problems.registry import POOLED
+from eval.report.checkpoint_curve import checkpoint_curve
+from eval.report.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluations
+from eval.report.gates import (
+    AFTER,
+    BEFORE,
+    LAST_NIGHT,
+    GateResult,
+    check_gate,
+    describe_gates,
+    parse_gate,
+)
+from eval.report.item_pages import pack_items
+from eval.report.pages import field_of, format_p, percent, plain_p, points, points_interval, render
+from eval.report.plots import (
     Plots,
     checkpoint_plot,
     draw_plots,
@@ -21,8 +30,7 @@ from eval.plots import (
     suite_plots,
     training_plots,
 )
-from eval.problems.registry import POOLED
-from eval.report import (
+from eval.report.report import (
     REPORT_PAGE,
     SAME_MODEL,
     THESE_MODELS,
@@ -34,11 +42,11 @@ from eval.report import (
     run_fields,
     write_pages,
 )
-from eval.results import SERVED, Evaluation, load_evaluation, make_folder
-from eval.statistics import SIGNIFICANCE
-from eval.suite import Member, Suite, describe_suite, read_suite
-from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
-from eval.training import Steps, read_training_metrics, skipped_steps_notes
+from eval.report.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
+from eval.report.training import Steps, read_training_metrics, skipped_steps_notes
+from eval.results.rows import SERVED, Evaluation, load_evaluation, make_folder
+from eval.results.statistics import SIGNIFICANCE
+from eval.results.suite import Member, Suite, describe_suite, read_suite
 
 CHECKPOINT_PAGE = "checkpoints.html"
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eval import EvaluationError
 from eval.answers.grading import GRADERS
-from eval.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.endpoint import Endpoint
-from eval.identity import ModelChangedError, Weights
-from eval.recorder import Benchmark, Recorder
-from eval.results import Row, exclusive, make_folder, make_settings
-from eval.summary import Summary
+from eval.requests.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.requests.identity import ModelChangedError, Weights
+from eval.requests.recorder import Benchmark, Recorder
+from eval.results.rows import Row, exclusive, make_folder, make_settings
+from eval.results.summary import Summary
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from math import comb
 from typing import Any
 
 from eval.answers.grading import Grade
-from eval.results import (
+from eval.results.rows import (
     Evaluation,
     Row,
     Samples,
@@ -19,8 +19,8 @@ from eval.results import (
     is_answered,
     num_right,
 )
-from eval.statistics import share_interval
-from eval.thinking import Budget, Thinking, by_limit, measure_thinking
+from eval.results.statistics import share_interval
+from eval.results.thinking import Budget, Thinking, by_limit, measure_thinking
 
 IsSame = Callable[[str, str], bool]  # whether two answers are equal
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eval.results import Row
+from eval.results.rows import Row
 
 MAX_LIMITS = 8
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval import InputError, breakdown
+from eval import InputError
 from eval.answers.grading import grade
-from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
-from eval.identity import describe_weights, show_same_weights
-from eval.results import (
+from eval.report import breakdown
+from eval.report.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
+from eval.requests.identity import describe_weights, show_same_weights
+from eval.results.rows import (
     SERVED,
     Evaluation,
     Row,
@@ -22,8 +23,8 @@ from eval.results import (
     load_evaluation,
     num_right,
 )
-from eval.statistics import SIGNIFICANCE, measure_change, share_interval
-from eval.summary import (
+from eval.results.statistics import SIGNIFICANCE, measure_change, share_interval
+from eval.results.summary import (
     acc_norm,
     group_by,
     mean_response_tokens,
@@ -31,7 +32,7 @@ from eval.summary import (
     same_answer_by,
     summarise_scores,
 )
-from eval.thinking import Budget, Thinking, by_limit, measure_thinking
+from eval.results.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is being compared; the others are checked item by item.
@@ -123,7 +124,7 @@ class Comparison:
     after: Side
     n: int
     num_samples: int
-    is_same_model: bool  # proven, see eval.identity.show_same_weights
+    is_same_model: bool  # proven, see eval.requests.identity.show_same_weights
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]

@@ -15,9 +15,16 @@ import orjson
 from downloads.errors import seconds_from_now
 from durable import parse_json
 from eval.endpoint import LOOPBACK, Endpoint, Sampling
-from eval.identity import Weights, encodable, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
+from eval.requests.identity import (
+    Weights,
+    encodable,
+    probe_requests,
+    read_engine,
+    read_logprobs,
+    read_root,
+)
 from redaction import redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # besides every 5xx

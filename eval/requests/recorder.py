@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grade, Grader
-from eval.dispatch import Batch, Outcome, Request
 from eval.endpoint import Endpoint, Sampling
-from eval.identity import HAS_FILES, Weights
 from eval.problems.items import EvaluationSet, Item
-from eval.results import (
+from eval.requests.dispatch import Batch, Outcome, Request
+from eval.requests.identity import HAS_FILES, Weights
+from eval.results.rows import (
     GRADING_SETTINGS,
     RESULTS_FILE,
     SERVED,
@@ -41,7 +41,7 @@ from eval.results import (
     write_json,
     write_rows,
 )
-from eval.summary import Summary, mean_response_tokens, same_answer_by, summarise
+from eval.results.summary import Summary, mean_response_tokens, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.compare import Comparison, Side
-from eval.identity import NO_LOGPROBS
-from eval.item_pages import PackedItems
-from eval.pages import field_of, format_p, inline_script, percent, points, points_interval, render
-from eval.plots import Plots
-from eval.results import make_folder
-from eval.statistics import SIGNIFICANCE
-from eval.training import Steps, skipped_steps_notes, training_totals
+from eval.report.compare import Comparison, Side
+from eval.report.item_pages import PackedItems
+from eval.report.pages import (
+    field_of,
+    format_p,
+    inline_script,
+    percent,
+    points,
+    points_interval,
+    render,
+)
+from eval.report.plots import Plots
+from eval.report.training import Steps, skipped_steps_notes, training_totals
+from eval.requests.identity import NO_LOGPROBS
+from eval.results.rows import make_folder
+from eval.results.statistics import SIGNIFICANCE
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 MOSTLY_TRUNCATED = 0.5

@@ -17,8 +17,8 @@ from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
-from eval.recorder import regrade_row
-from eval.results import (
+from eval.requests.recorder import regrade_row
+from eval.results.rows import (
     SETTINGS_FILE,
     SUMMARY_FILE,
     Evaluation,
@@ -30,7 +30,7 @@ from eval.results import (
     write_json,
     write_rows,
 )
-from eval.summary import Summary, same_answer_by, summarise
+from eval.results.summary import Summary, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 

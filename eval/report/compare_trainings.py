@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from durable import write_atomically
-from eval.pages import render
-from eval.plots import MAX_SIDES, side_plots
-from eval.results import ResultsError, make_folder
-from eval.training import Steps, series
+from eval.report.pages import render
+from eval.report.plots import MAX_SIDES, side_plots
+from eval.report.training import Steps, series
+from eval.results.rows import ResultsError, make_folder
 from interop.logs import metric_names, read_training
 
 TRAININGS_PAGE = "trainings.html"

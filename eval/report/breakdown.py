@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from eval.answers.grading import VERDICTS
-from eval.results import Row, Samples, num_right
-from eval.statistics import change_interval, holm, measure_change, share_interval
-from eval.summary import (
+from eval.results.rows import Row, Samples, num_right
+from eval.results.statistics import change_interval, holm, measure_change, share_interval
+from eval.results.summary import (
     IsSame,
     count_agreement,
     group_by,

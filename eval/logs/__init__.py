@@ -1,0 +1,1 @@
+"""Evaluation logs: regrading, other programs' formats, and exports."""

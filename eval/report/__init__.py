@@ -1,0 +1,1 @@
+"""Compares evaluations and writes reports, plots and pages."""

@@ -1,0 +1,1 @@
+"""Result rows of an evaluation, their summary and statistics."""
