@@ -153,18 +153,20 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
 
     Returns the number of kills. Raises ChildProcessFailed if the command fails by itself.
     """
-    pending = list(moments)
-    is_done = False
+    pending, is_done = list(moments), False
     while not is_done:
+        may_end = False
         with background_command(
             training.command, log_path=training.log_path, label="train"
         ) as process:
             is_command_killed = False
             while pending and not is_command_killed and _wait_for(pending[0], training, process):
                 if _kill(pending[0], training, process):
-                    is_command_killed = pending.pop(0).role in ("driver", "group")
+                    role = pending.pop(0).role
+                    is_command_killed = role in ("driver", "group")
+                    may_end |= role == "raylet"  # Ray ends the driver unless a rank's end is seen
             exit_code = _exit_code(process)
-            if exit_code and exit_code != -signal.SIGKILL:
+            if exit_code and exit_code != -signal.SIGKILL and not (may_end and exit_code == 1):
                 raise process.failure()
             is_done = exit_code == 0
     return len(moments) - len(pending)

@@ -56,7 +56,6 @@ def train(
     output_dir: Path,
     on_step: OnStep | None = None,
     held_out_path: Path | None = None,
-    restarts: Restarts | None = None,
 ) -> TrainResult:
     """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to
     `output_dir`.
@@ -64,11 +63,10 @@ def train(
     Checks all input before any worker starts. If a worker dies, all restart from the last
     checkpoint; after train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM
     or SIGINT, writes a final checkpoint and raises TrainingStopped; a second signal raises
-    KeyboardInterrupt immediately. `on_step(step, metrics)` is called after each step; `restarts`
-    also counts restarts by earlier processes.
+    KeyboardInterrupt immediately. `on_step(step, metrics)` is called after each step.
     """
     folder = output_dir / CHECKPOINTS
-    restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
+    restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
@@ -90,10 +88,7 @@ def train(
             config, stream.digest, model_path
         )  # now: a scorer file may change later
         with lock_checkpoints(folder):
-            start = find_start(
-                folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage
-            )
-            restarts.shared.has_begun = True
+            start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:
                 require_same_training(config, start, folder, identity)
                 if (end := finish_if_done(config, start, output_dir)) is not None:
@@ -101,9 +96,8 @@ def train(
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
-                with start_cluster(
-                    config, model_path, output_dir, restarts.shared.num_restarts > 0
-                ) as cluster:
+                is_restart = restarts.num_restarts > 0
+                with start_cluster(config, model_path, output_dir, is_restart) as cluster:
                     fit = cluster.config
                     trainer = Trainer(
                         fit, cluster, stream, model_path, output_dir, identity, validation

@@ -32,8 +32,6 @@ from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
 from tasks.links import Link, baseline_of, link_of, step_checkpoint
-from tasks.processes.cancellation import is_worker_restart
-from tasks.processes.detached import DetachOptions
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import Columns, report_run, send_report
 from tasks.runs.run import Run
@@ -101,9 +99,7 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     return {"bytes": num_bytes}
 
 
-@stage_task(
-    "evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept"
-)
+@stage_task("evaluate-model", task_run_name="{label}")
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
     """Evaluate one model: a results folder, or a suite of them (eval/results/suite.py), recorded as
     `label`.
@@ -175,15 +171,16 @@ def served(
         yield servers, model.digest, Path(model.path)
 
 
-@stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
+@stage_task("train-policy")
 def train_policy(
     run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False
 ) -> Artifact:
     """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
-    The next attempt with the same key attaches to a training that is still running, or resumes from
-    its last checkpoint. Waits while another training holds the lock. With `skips_if_locked` the
-    first attempt raises RunSkipped instead; later attempts wait, so that no progress is lost.
+    If it is stopped, or this process ends, it writes a last checkpoint within flow.stop_seconds; the
+    next attempt with the same key resumes from it. Waits while another training holds the lock.
+    With `skips_if_locked` the first attempt raises RunSkipped instead; later attempts wait, so that
+    no progress is lost.
     """
     attempt = task_run.run_count or 1
     key = link_of(run.config, "train_policy").key(data, model)
@@ -204,24 +201,16 @@ def train_policy(
             *resume_options(run.config.checkpoint.resume, attempt),
             *keep_options(run.config),
         ]
-        detach = DetachOptions(
-            unwatched_seconds=60 * run.config.flow.unwatched_minutes,
-            stop_seconds=run.config.flow.stop_seconds,
-            survives=is_worker_restart,
-            lock=lambda: hold(
-                training_lock_path(run.config),
-                run.folder.name,
-                key.key,
-                skips_if_locked and attempt == 1,
-            ),
-        )
-        run_dapo(
-            arguments,
-            run,
-            key,
-            detach=detach,
-            on_line=StageProgress(run, "train_policy", folder).on_line,
-        )
+        path, skips = training_lock_path(run.config), skips_if_locked and attempt == 1
+        with hold(path, run.folder.name, key.key, skips) as lock:
+            run_dapo(
+                arguments,
+                run,
+                key,
+                on_line=StageProgress(run, "train_policy", folder).on_line,
+                grace_seconds=run.config.flow.stop_seconds,
+                locks=[lock],
+            )
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)

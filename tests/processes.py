@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import textwrap
 import time
@@ -24,12 +23,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
         time.sleep(0.02)
-
-
-def once_the_limit_is_paused(act: Callable[[], object]) -> None:
-    """Act while the time limit is paused, as when waiting for a lock; for use in a thread."""
-    wait_until(lambda: signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the clock to stop")
-    act()
 
 
 def python(code: str, *arguments: str | Path) -> list[str]:

@@ -1,10 +1,8 @@
-"""Restarts after a process dies, counted across all drivers of a training."""
+"""Restarts of a training after one of its actors dies."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,39 +35,18 @@ def continued_from(config: TrainingConfig, folder: Path) -> str | None:
     )
 
 
-class _Shared(ctypes.Structure):
-    """Memory shared with the process that forked the training."""
-
-    num_restarts: int  # in total
-    num_in_a_row: int  # without a new checkpoint
-    latest: bytes  # name of the checkpoint at the last restart
-    has_begun: bool  # found its start: checkpoints in the output are now its own
-    has_ended: bool  # with a result or its own error
-    _fields_ = [
-        ("num_restarts", ctypes.c_int),
-        ("num_in_a_row", ctypes.c_int),
-        ("latest", ctypes.c_char * 256),
-        ("has_begun", ctypes.c_bool),
-        ("has_ended", ctypes.c_bool),
-    ]
-
-
 class Restarts:
-    """Limits restarts without a new checkpoint, with a growing delay. Forked processes share the
-    count.
-    """
+    """Limits restarts without a new checkpoint, with a growing delay."""
 
     def __init__(
         self, max_restarts: int, delay_seconds: float, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.max_restarts = max_restarts
         self.delay_seconds = delay_seconds
-        self.sleep = sleep
-        self.shared = _Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Shared)))
-
-    def resume(self, resume: str) -> str:
-        """Return checkpoint.resume; `never` becomes `auto` after a restart by another process."""
-        return "auto" if resume == "never" and self.shared.has_begun else resume
+        self.num_restarts = 0  # in total
+        self._sleep = sleep
+        self._num_in_a_row = 0  # without a new checkpoint
+        self._latest: Path | None = None  # checkpoint at the last restart
 
     def until_done(
         self,
@@ -98,26 +75,25 @@ class Restarts:
 
         Raises WorkerDied after `max_restarts` restarts without a new checkpoint.
         """
-        shared, name = self.shared, b"" if latest is None else latest.name.encode()
-        if name != shared.latest:
-            shared.num_in_a_row, shared.latest = 0, name
-        if shared.num_in_a_row == self.max_restarts:
+        if latest != self._latest:
+            self._num_in_a_row, self._latest = 0, latest
+        if self._num_in_a_row == self.max_restarts:
             raise WorkerDied(
                 f"{error}; giving up after {self.max_restarts} restarts without a new checkpoint: "
                 "find out why "
                 "the process dies, lower checkpoint.save_every, or raise train.max_restarts"
             ) from error
         max_delay = max(MAX_DELAY_SECONDS, self.delay_seconds)
-        seconds = min(self.delay_seconds * 2**shared.num_in_a_row, max_delay)
-        shared.num_in_a_row += 1
-        shared.num_restarts += 1
+        seconds = min(self.delay_seconds * 2**self._num_in_a_row, max_delay)
+        self._num_in_a_row += 1
+        self.num_restarts += 1
         logger.warning(
             "%s; training restarts in %g s from %s (restart %d of at most %d without a new "
             "checkpoint)",
             error,
             seconds,
             "the beginning" if latest is None else f"checkpoint {latest.name}",
-            shared.num_in_a_row,
+            self._num_in_a_row,
             self.max_restarts,
         )
-        self.sleep(seconds)
+        self._sleep(seconds)

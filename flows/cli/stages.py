@@ -136,12 +136,9 @@ def train(
             f"{other.path}: {counted(other.step, 'training step')} of {settings.train.backend}"
         )
         return
-    from tasks.processes.driver import forked_driver
+    from dapo_core.training import train as train_model
 
-    with forked_driver(settings, _folder(output)) as restarts:
-        from dapo_core.training import train as train_model
-
-        result = train_model(settings, data, model, output, on_step, held_out, restarts)
+    result = train_model(settings, data, model, _folder(output), on_step, held_out)
     counts = (
         f"{counted(result.steps, 'training step')}, "
         f"{counted(result.policy_version, 'optimizer step')}"

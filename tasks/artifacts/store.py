@@ -173,14 +173,13 @@ class ArtifactStore:
         *,
         resumable: bool = False,
         force: bool = False,
-        waiting: AbstractContextManager[None] | None = None,
     ) -> tuple[Artifact, bool]:
         """Returns the artifact of this key and whether it was cached; calls `build` if it is
         missing.
 
         `build` writes its files into the given directory and returns the metrics for the manifest,
         or an Output with the digests of files it hashed while writing; these are verified on the
-        next use. Only one process builds a key: others wait, inside `waiting`, and use its result.
+        next use. Only one process builds a key: others wait, and use its result.
         `force` builds even if an artifact exists, which is kept as an earlier attempt. A
         `resumable` build gets the directory of an unfinished newest attempt, otherwise the
         directory is empty. Raises StoreError if the store is full or not writable, and whatever
@@ -191,9 +190,8 @@ class ArtifactStore:
             return artifact, True
         self.check_writable()
         with self.disk_errors(), contextlib.ExitStack() as lock:
-            with waiting or contextlib.nullcontext():
-                purpose = f"which builds {stage} {key[:SHORT_KEY_LENGTH]}"
-                lock.enter_context(locked(self.lock_path(stage, key), waiting=purpose))
+            purpose = f"which builds {stage} {key[:SHORT_KEY_LENGTH]}"
+            lock.enter_context(locked(self.lock_path(stage, key), waiting=purpose))
             if not force and (artifact := self._lookup_or_set_aside(stage, key)) is not None:
                 return artifact, True
             partial = self._open_attempt(stage, key, resumable)
@@ -267,7 +265,7 @@ class ArtifactStore:
         with contextlib.suppress(OSError):  # not empty
             self.key_folder(stage, key).rmdir()
         log_path = self.log_path(stage, key)
-        for path in log_path.parent.glob(f"{log_path.stem}*"):  # also the records of its commands
+        for path in log_path.parent.glob(f"{log_path.stem}*"):  # also those of several servers
             if not is_locked(path):
                 path.unlink()
         self.lock_path(stage, key).unlink()

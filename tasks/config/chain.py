@@ -100,7 +100,10 @@ class MergeConfig(Section):
 
 
 class TimeLimitsConfig(Section):
-    """Hours after which a stage is stopped without a retry; its progress is kept. Unset: no limit."""
+    """Hours after which a stage is stopped without a retry; waiting for other runs counts.
+
+    Progress is kept. Unset: no limit.
+    """
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
@@ -119,9 +122,6 @@ class FlowConfig(Section):
         "Lock file that limits training to one at a time; unset: a file in store.path. Stores that "
         "share devices "
         "need the same file.",
-    )
-    unwatched_minutes: float = volatile(
-        30.0, "How long training continues after its parent process dies; 0 stops it at once.", ge=0
     )
     stop_seconds: float = volatile(
         120.0, "Time for a stopping training to write its last checkpoint.", ge=0

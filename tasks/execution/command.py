@@ -12,8 +12,7 @@ from pathlib import Path
 
 from redaction import redact
 from tasks.artifacts.stage_key import StageKey
-from tasks.processes.child import run_command
-from tasks.processes.detached import DetachOptions, attach_or_start
+from tasks.processes.child import GRACE_SECONDS, run_command
 from tasks.runs.run import Run, current_stage
 
 logger = logging.getLogger(__name__)
@@ -33,16 +32,15 @@ def run_dapo(
     run: Run,
     key: StageKey,
     *,
-    detach: DetachOptions | None = None,
     on_line: Callable[[str], None] | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    locks: Sequence[int] = (),
 ) -> None:
     """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the
     run's folder.
 
     Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines`
-    admits them; `on_line` gets every line. With `detach` the command may outlive this process; a
-    running one is attached to. Raises ChildProcessFailed with the exit code, the last lines and the
-    path of the log.
+    admits them; `on_line` gets every line. The rest is as for `run_command`.
     """
     log_path = run.store.log_path(key.stage, key.key)
     link_log(run, log_path)
@@ -55,14 +53,15 @@ def run_dapo(
         if on_line is not None:
             on_line(line)
 
-    command = dapo_command(*arguments)
     try:
-        if detach is None:
-            run_command(command, log_path=log_path, label=key.stage, on_line=forward)
-        else:
-            attach_or_start(
-                command, log_path=log_path, label=key.stage, options=detach, on_line=forward
-            )
+        run_command(
+            dapo_command(*arguments),
+            log_path=log_path,
+            label=key.stage,
+            on_line=forward,
+            grace_seconds=grace_seconds,
+            locks=locks,
+        )
     finally:
         page.close_minute()
 

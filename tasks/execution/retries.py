@@ -72,8 +72,10 @@ def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
     The state AwaitingRetry has no message in Prefect 3.7, so the page shows the reason through this
     log line.
     """
+    from prefect.task_engine import TaskRunTimeoutError
+
     error, attempt = state.data, task_run.run_count
-    if is_lasting(error):
+    if is_lasting(error) or isinstance(error, TaskRunTimeoutError):
         return False
     logger.warning(
         "%s: attempt %d of %d failed, retrying in %.1f s: %s",

@@ -11,13 +11,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
+from prefect.task_engine import TaskRunTimeoutError
 
+from dapo_core.errors import DapoError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.execution.page import show_stage
 from tasks.execution.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
 from tasks.processes.child import ChildProcessFailed
-from tasks.processes.time_limit import time_limit
 from tasks.runs.run import Run, RunSkipped
 from tasks.serve_model.failure import ServeError
 
@@ -41,14 +42,28 @@ def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     return lambda function: Task(function, name=name, **RETRIED)
 
 
+class StageTimedOut(DapoError, TimeoutError):
+    """A stage exceeded its limit in flow.time_limits."""
+
+
 class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
     """A task whose final state describes the outcome; calling it returns the artifact.
 
-    Raises RunSkipped if the stage was skipped; Prefect counts the task as completed.
+    Raises RunSkipped if the stage was skipped (Prefect counts the task as completed), and
+    StageTimedOut if it exceeds its limit in flow.time_limits.
     """
 
     def __call__(self, run: Run, *args: P.args, **kwargs: P.kwargs) -> Artifact:  # type: ignore[override]
-        state: State[Artifact | RunSkipped] = super().__call__(run, *args, **kwargs)
+        key = f"{self.fn.__name__}_hours"
+        hours: float | None = getattr(run.config.flow.time_limits, key)
+        limited = self.with_options(timeout_seconds=None if hours is None else 3600 * hours)
+        try:
+            state: State[Artifact | RunSkipped] = limited(run, *args, **kwargs)
+        except TaskRunTimeoutError:
+            raise StageTimedOut(
+                f"flow.time_limits.{key}={hours:g}: the stage was stopped; raise it, or run it "
+                "again: training and evaluations continue where they stopped"
+            ) from None
         outcome = state.result()
         if isinstance(outcome, RunSkipped):
             raise outcome
@@ -56,25 +71,18 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 
 
 def stage_task(
-    name: str, *, task_run_name: str | None = None, afterwards: str = "run it again"
+    name: str, *, task_run_name: str | None = None
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage function. Its first argument is the run; `label`, if it has one, names it in
-    the chain.
-
-    `afterwards` is the advice to give when the stage reaches its limit in flow.time_limits.
-    """
+    """Decorate a stage function. Its first argument is the run; `label`, if any, names the stage."""
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
         signature = inspect.signature(function)
-        limit = f"{function.__name__}_hours"
 
         @functools.wraps(function)
         def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact | RunSkipped]:
             label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
             try:
-                hours = getattr(run.config.flow.time_limits, limit)
-                with time_limit(hours, f"flow.time_limits.{limit}", afterwards):
-                    artifact = function(run, *args, **kwargs)
+                artifact = function(run, *args, **kwargs)
             except RunSkipped as reason:  # not a failure; `__call__` raises it for the flow
                 return Completed(name="Skipped", message=str(reason), data=reason)
             except (ChildProcessFailed, ServeError) as error:  # a state message is one line

@@ -39,10 +39,8 @@ def is_run(words: list[str]) -> bool:
 
 
 def is_training(words: list[str]) -> bool:
-    """True for the supervisor of a detached command, which forwards the first SIGTERM and ignores
-    the rest.
-    """
-    return _is_supervisor(words) and '"detached": null' not in "".join(words[:5])
+    """True for the supervisor of `dapo train`, which forwards the first SIGTERM and ignores the rest."""
+    return _is_supervisor(words) and words[6:9] == ["-m", "flows.cli", "train"]
 
 
 def is_at_work(words: list[str]) -> bool:

@@ -172,7 +172,7 @@ def _await_start(
         if _has_started(record, deadline):
             break
         with _locked(folder):
-            if _is_cancelled(folder, record):
+            if _read_record(folder) != record:
                 return {
                     "problem": "the start was cancelled by another command, such as `dapo cluster down`"
                 }
@@ -238,10 +238,9 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     if lock is None:
         raise BlockingIOError(f"{log} is locked by another start of this cluster")
     settings = {
+        "parent_pid": None,  # Ray outlives this command
         "grace_seconds": GRACE_SECONDS,
-        "stop_seconds": 0,
         "folder": None,  # Ray's logs outlive a failure
-        "detached": {"stem": str(folder / "ray"), "unwatched_seconds": float("inf")},
     }
     options = [
         "--block",
@@ -272,15 +271,6 @@ def running(folder: Path) -> dict[str, Any] | None:
     """Return the record of the Ray that was started with this folder; None if it is not running."""
     record = _read_record(folder)
     return record if record is not None and _is_alive(record) else None
-
-
-def _is_cancelled(folder: Path, record: Mapping[str, Any]) -> bool:
-    """True if another command is stopping this start, or has removed its record."""
-    try:
-        state = json.loads((folder / "ray.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        state = {}
-    return state.get("stopping") == "requested" or _read_record(folder) != record
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
@@ -393,7 +383,7 @@ def _remove_files(folder: Path) -> None:
         temporary = Path(record["folder"])
         if temporary.name.startswith(TEMP_PREFIX) and record["hostname"] == platform.node():
             shutil.rmtree(temporary, ignore_errors=True)
-    for name in (RECORD, "ray.log", "ray.json"):
+    for name in (RECORD, "ray.log"):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -1,11 +1,10 @@
 """Child processes that never outlive this one: commands run to completion, and servers for the
 length of a block.
 
-(For commands that may outlive this process, see detached.py.)
-
     this process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
                         |   ^------ a pipe with the output ------+
-                        +-- log file without secrets, followed from here: no child holds a pipe or terminal of ours
+                        +-- log file without secrets, followed from here: no child holds a pipe or
+                            terminal of ours
 
 Linux only, because it needs the parent-death signal and subreapers.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shlex
 import signal
@@ -23,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +41,7 @@ NUM_ERROR_LINES = 20
 FULL_DISK_BYTES = 64 * 1024
 MAX_LINE_BYTES = 64 * 1024
 MAX_TEMPORARY_CHARS = 50  # paths of sockets below must stay under 108
-STOP_MARGIN_SECONDS = supervisor.KILL_SECONDS + 5.0
+STOP_MARGIN_SECONDS = supervisor.LEFTOVER_SECONDS + supervisor.KILL_SECONDS + 5.0
 # The user must act (2, as for usage errors), or stopped the command, which a retry must not undo.
 LASTING_EXIT_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
@@ -57,21 +54,29 @@ class ChildProcessFailed(DapoError, RuntimeError):
     summary: str = ""  # the message without the last lines, for places that already show them
 
 
-class RunningCommand(ABC):
-    """A command that logs to a file; it can be followed and stopped."""
+class SupervisedProcess:
+    """A command that logs to a file and ends with this process; see `background_command`."""
 
-    def __init__(self, label: str, log_path: Path, log_offset: int) -> None:
+    def __init__(
+        self, label: str, log_path: Path, log_offset: int, popen: subprocess.Popen[bytes]
+    ) -> None:
         self.label = label
         self.log_path = log_path
         self.log_offset = log_offset  # where its output begins
+        self._popen = popen
 
-    @abstractmethod
+    @property
+    def pid(self) -> int:
+        """The pid of the supervisor, the ancestor of the command."""
+        return self._popen.pid
+
     def poll(self) -> int | None:
         """None while the command runs, then its exit code; negative if a signal killed it."""
+        return self._popen.poll()
 
-    @abstractmethod
     def request(self, request: signal.Signals) -> None:
         """Ask the supervisor to STOP or KILL the command and all its descendants."""
+        self._popen.send_signal(request)
 
     def tail(self, num_lines: int) -> list[str]:
         """The last lines of this command, without those of earlier commands in the same log."""
@@ -107,7 +112,7 @@ class RunningCommand(ABC):
         if self.poll() != 0:
             raise self.failure()
 
-    def stop(self, wait_seconds: float = math.inf) -> None:
+    def stop(self) -> None:
         """Stop the command and its descendants: SIGTERM, a grace period, SIGKILL.
 
         A second interrupt skips the grace period. One within a second of the first only counts as
@@ -116,7 +121,7 @@ class RunningCommand(ABC):
         started, echo = time.monotonic(), None
         while True:
             try:
-                if self.poll() is not None or time.monotonic() >= started + wait_seconds:
+                if self.poll() is not None:
                     break
                 self.request(STOP)
                 time.sleep(POLL_SECONDS)
@@ -134,9 +139,7 @@ class RunningCommand(ABC):
         with self.log_path.open("rb") as log:
             log.seek(self.log_offset)
             while not is_over:
-                is_over = (
-                    self.poll() is not None
-                )  # polled before reading, so that the last output is not missed
+                is_over = self.poll() is not None  # before reading, to not miss the last output
                 if os.fstat(log.fileno()).st_size < log.tell():  # truncated by log rotation
                     self.log_offset = log.seek(0)
                 *lines, pending = (pending + log.read()).split(b"\n")
@@ -148,29 +151,6 @@ class RunningCommand(ABC):
                     time.sleep(POLL_SECONDS)
 
 
-class SupervisedProcess(RunningCommand):
-    """A command that ends with this process; use `background_command` or `run_command`."""
-
-    def __init__(
-        self, label: str, log_path: Path, log_offset: int, popen: subprocess.Popen[bytes]
-    ) -> None:
-        super().__init__(label, log_path, log_offset)
-        self._popen = popen
-
-    @property
-    def pid(self) -> int:
-        """The pid of the supervisor, the ancestor of the command."""
-        return self._popen.pid
-
-    def poll(self) -> int | None:
-        """None while the command runs, then its exit code; negative if a signal killed it."""
-        return self._popen.poll()
-
-    def request(self, request: signal.Signals) -> None:
-        """Ask the supervisor to STOP or KILL the command and all its descendants."""
-        self._popen.send_signal(request)
-
-
 def run_command(
     command: Sequence[str],
     *,
@@ -178,14 +158,15 @@ def run_command(
     label: str,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    locks: Sequence[int] = (),
 ) -> None:
     """Run a command to completion and pass each line of output to `on_line` (default: log).
 
-    Output is appended to `log_path`. Any interruption, including cancellation, stops the command
-    and its descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
+    Otherwise like `background_command`. Any interruption, including cancellation, stops the command
+    before it propagates. Raises ChildProcessFailed if the exit code is not 0.
     """
     with background_command(
-        command, log_path=log_path, label=label, grace_seconds=grace_seconds
+        command, log_path=log_path, label=label, grace_seconds=grace_seconds, locks=locks
     ) as process:
         process.forward_lines_to(on_line)
 
@@ -198,32 +179,27 @@ def background_command(
     label: str,
     env: Mapping[str, str | None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    locks: Sequence[int] = (),
     folder_variable: str | None = None,
     cwd: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yield a running command that is stopped, with its descendants, when the block exits.
 
-    It also ends if this process dies, even by SIGKILL. `env` updates the environment; None removes
-    a variable. Output is appended to `log_path`. The variable `folder_variable` is set to a new
-    folder for sockets, which is removed afterwards. Raises ChildProcessFailed if a command of an
-    earlier attempt still writes to the log.
+    It also ends if this process dies, even by SIGKILL; `locks` are held until all of it has ended.
+    `env` updates the environment; None removes a variable. Output is appended to `log_path`. The
+    variable `folder_variable` is set to a new folder for sockets, which is removed afterwards.
+    Raises ChildProcessFailed if a command of an earlier attempt still writes to the log.
     """
     path = prepare_log(log_path, label)
     with contextlib.ExitStack() as stack:
         environment, folder = dict(env or {}), None
         if folder_variable is not None:
             environment[folder_variable] = folder = stack.enter_context(_socket_folder())
-        lock = lock_log(path, label, grace_seconds + STOP_MARGIN_SECONDS)
-        assert lock is not None
-        settings = {
-            "grace_seconds": grace_seconds,
-            "stop_seconds": 0,
-            "folder": folder,
-            "detached": None,
-        }
+        log_lock = _lock_log(path, label, grace_seconds + STOP_MARGIN_SECONDS)
+        settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "folder": folder}
         log_offset = path.stat().st_size
-        with os.fdopen(lock):
-            popen = start_supervisor(command, path, [lock], settings, environment, cwd)
+        with os.fdopen(log_lock):
+            popen = start_supervisor(command, path, [log_lock, *locks], settings, environment, cwd)
         process = SupervisedProcess(label, path, log_offset, popen)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         stack.callback(process.stop)
@@ -253,20 +229,14 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
     return path
 
 
-def lock_log(
-    path: Path,
-    label: str,
-    patience_seconds: float,
-    should_stop_waiting: Callable[[], bool] = lambda: False,
-) -> int | None:
+def _lock_log(path: Path, label: str, patience_seconds: float) -> int:
     """Lock a log for a supervisor, which holds the lock until all its descendants have ended.
 
     Without it, an attempt after a SIGKILL of this process could start beside processes that are
-    still ending. Returns None once `should_stop_waiting()`. Raises ChildProcessFailed after
-    `patience_seconds`.
+    still ending. Raises ChildProcessFailed after `patience_seconds`.
     """
     deadline, is_logged = time.monotonic() + patience_seconds, False
-    while (lock := durable.try_lock(path)) is None and not should_stop_waiting():
+    while (lock := durable.try_lock(path)) is None:
         if time.monotonic() > deadline:
             raise ChildProcessFailed(
                 f"{label}: processes of an earlier run still hold {path} after "
@@ -288,8 +258,7 @@ def start_supervisor(
     env: Mapping[str, str | None] | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor that inherits the locks; `env` as for
-    `background_command`.
+    """Start the command under a supervisor that inherits the locks; `env` as in `background_command`.
 
     Prefect credentials are not passed on, because no stage talks to its server.
     """
@@ -297,10 +266,10 @@ def start_supervisor(
         name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)
     }
     environment = {**OUTPUT_AT_ONCE, **inherited, **(env or {})}
-    arguments = json.dumps({"parent_pid": os.getpid(), **settings})
+    words = [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)]
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, arguments, *map(os.fspath, command)],
+            [*words, *map(os.fspath, command)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

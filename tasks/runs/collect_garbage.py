@@ -82,18 +82,14 @@ def _kept(store: ArtifactStore, runs: list[RecordedRun], keep_runs: int) -> set[
     """Ids of the runs whose artifacts are kept."""
     reported = [run.id for run in runs if run.report is not None]  # newest first
     oldest = reported[:keep_runs][-1] if len(reported) >= keep_runs else ""
-    # Training may outlive its run and still reads that run's data and model.
-    has_commands = any(is_locked(path) for path in (store.root / ".logs").glob("*.log"))
     nights = {run.id for run in last_nights(runs).values()}
     return {
-        run.id
-        for run in runs
-        if run.id >= oldest or run.id in nights or _may_continue(store, run, has_commands)
+        run.id for run in runs if run.id >= oldest or run.id in nights or _may_continue(store, run)
     }
 
 
-def _may_continue(store: ArtifactStore, run: RecordedRun, has_commands: bool) -> bool:
-    if run.state == "running" or (run.state == "interrupted" and has_commands):
+def _may_continue(store: ArtifactStore, run: RecordedRun) -> bool:
+    if run.state == "running":
         return True
     return run.report is None and _age_seconds(*_traces(store, run)) < RESUMABLE_SECONDS
 

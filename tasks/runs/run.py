@@ -31,7 +31,6 @@ from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
-from tasks.processes.time_limit import time_limit_paused
 from tasks.runs.child_environment import Rows, child_environment, merge_stages
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
@@ -50,9 +49,8 @@ class Run:
     """A folder with links to artifacts, the resolved configuration, and run.json, updated as stages
     finish.
 
-    As a context manager it records the outcome: completed, skipped, failed (with the error),
-    cancelled, or interrupted (its worker shut down). A lock marks the run as in progress until
-    then.
+    As a context manager it records the outcome: completed, skipped, failed (with the error) or
+    cancelled. A lock marks the run as in progress until then.
     """
 
     config: ChainConfig
@@ -138,10 +136,9 @@ class Run:
                     build_with_environment,
                     resumable=link.stage.is_resumable,
                     force=is_forced,
-                    waiting=time_limit_paused(),
                 )
                 seconds = time.monotonic() - started
-                with time_limit_paused(), self.store.in_use():
+                with self.store.in_use():
                     is_kept = Path(
                         artifact.path
                     ).exists()  # garbage collection may just have removed it
@@ -245,12 +242,7 @@ def _end(error: BaseException | None) -> dict[str, str]:
         return {"state": "skipped", "reason": str(error)}
     if isinstance(error, Exception):
         return {"state": "failed", "error": f"{type(error).__name__}: {error}"}
-    from tasks.processes.cancellation import (
-        is_worker_restart,
-    )  # imports Prefect, which `dapo plan` does not need
-
-    state = "interrupted" if is_worker_restart(error) else "cancelled"
-    return {"state": state, "error": type(error).__name__}
+    return {"state": "cancelled", "error": type(error).__name__}
 
 
 def check_start(config: ChainConfig) -> None:

@@ -34,11 +34,11 @@ from typing import Any
 
 import psutil
 import pytest
+from tasks.processes.detached import read_record
 
 from bench.small_chain import SMALL
 from durable import find_holder
 from tasks.execution.training_lock import TRAINING_LOCK
-from tasks.processes.detached import read_record
 from tasks.processes.supervisor import REQUESTED, UNWATCHED
 from tests.operated import GONE_SECONDS, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres

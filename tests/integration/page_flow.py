@@ -42,7 +42,12 @@ with open("metrics.jsonl", "w") as file:
         print(f"training step {step}/12: right 1 %", flush=True)
 """
 REFUSED = "print('DataError: no rows'); raise SystemExit(2)"
-STUCK = "import time; print('at it'); time.sleep(60)"
+STUCK = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("kept a checkpoint")))
+print("at it", flush=True)
+time.sleep(600)
+"""
 
 
 @stage_task("train-policy")

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from tasks.external.environment import TrainerMissing, trainer_versions
 from tasks.external.launch import HELD_OUT_ROWS, TRAIN_ROWS
 from tasks.external.training import LOG_FILE, train_with_other
 from tasks.processes.child import ChildProcessFailed
-from tasks.processes.time_limit import StageTimedOut, time_limit
 from tests.other_trainings import TRAIN, config_of, inputs, make_place, steps
-from tests.processes import wait_until
 from tests.stand_in_trainer import install, install_mindspeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,26 +160,6 @@ def test_only_steps_to_keep_are_kept(place: Path, tmp_path: Path) -> None:
         "global_step_6",
     }
     assert max(map(len, seen)) <= 5  # removed as it goes, a step later
-
-
-def test_a_time_limit_stops_a_hanging_trainer(place: Path, tmp_path: Path) -> None:
-    files = inputs(place, tmp_path / "t")
-    log = files.folder / LOG_FILE
-
-    def expire_once_it_hangs() -> None:
-        wait_until(lambda: log.exists() and "stuck" in log.read_text(), "it to hang")
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-
-    threading.Thread(target=expire_once_it_hangs).start()
-    with (
-        pytest.raises(
-            StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: stopped after 6 min"
-        ),
-        time_limit(0.1, "flow.time_limits.train_policy_hours", "run it again"),
-    ):
-        train_with_other(config_of(place, tmp_path, "light hang:4"), files)
-    assert not [command for command in commands_below(os.getpid()) if "main_ppo" in command]
-    assert train_with_other(config_of(place, tmp_path), files).step == 6
 
 
 def below(pid: int) -> list[psutil.Process]:

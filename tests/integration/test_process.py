@@ -197,6 +197,61 @@ def test_an_interrupt_echo_neither_hurries_the_stop_nor_is_lost(
     assert "in order" in log.read_text()
 
 
+# On SIGTERM says whether its helper in the same process group is alive, and exits a little later.
+SAVER = """
+    import os, signal, time
+    if (helper := os.fork()) == 0:
+        signal.pause()
+    def save(*_):
+        time.sleep(0.5)
+        print("saved, helper", "gone" if os.waitpid(helper, os.WNOHANG)[0] else "there", flush=True)
+        os._exit(143)
+    signal.signal(signal.SIGTERM, save)
+    print("up", flush=True)
+    time.sleep(600)
+"""
+RUN = """
+    import json, sys
+    from tasks.processes.child import run_command
+    run_command(json.loads(sys.argv[2]), log_path=sys.argv[1], label="train", grace_seconds=300.0)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_training_whose_flow_ends_saves_first_and_the_next_attempt_waits(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
+    log = tmp_path / "log"
+    words = [sys.executable, "-c", textwrap.dedent(RUN), str(log), json.dumps(python(SAVER))]
+    flow = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
+    flow.send_signal(ending)
+    flow.wait(DEADLINE_SECONDS)
+    run_command(python("print('next attempt')"), log_path=log, label="train")
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("[supervisor]")]
+    assert lines == ["up", "saved, helper there", "next attempt"]
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)"
+    log = tmp_path / "log"
+    with background_command(python(code), log_path=log, label="deaf", grace_seconds=0.5) as deaf:
+        wait_until(lambda: deaf.tail(1) == ["up"], "the command to be up")
+    assert deaf.poll() == -signal.SIGKILL
+
+
+def test_a_training_stopped_by_somebody_else_is_not_retried(tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if line == "up":
+            os.kill(psutil.Process().children()[0].pid, signal.SIGTERM)
+
+    log = tmp_path / "log"
+    with pytest.raises(ChildProcessFailed, match="stopped by SIGTERM, not by us") as caught:
+        run_command(python(SAVER), log_path=log, label="train", on_line=stop, grace_seconds=300.0)
+    assert caught.value.is_lasting
+    assert "saved, helper there" in log.read_text()
+
+
 def test_leftover_processes_of_a_finished_command_are_killed_and_named(tmp_path: Path) -> None:
     code = """
         import subprocess

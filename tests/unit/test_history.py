@@ -365,12 +365,8 @@ def test_a_full_disk_does_not_hide_why_a_run_ended(
         fill_disk(run)
 
 
-@pytest.mark.parametrize(("is_restart", "state"), [(True, "interrupted"), (False, "cancelled")])
-def test_a_worker_shutdown_interrupts_a_run_instead_of_cancelling_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restart: bool, state: str
-) -> None:
-    monkeypatch.setattr("tasks.processes.cancellation.is_worker_restart", lambda error: is_restart)
+def test_a_signalled_run_is_recorded_as_cancelled(tmp_path: Path) -> None:
     with pytest.raises(TerminationSignal), Run.start(small_config(tmp_path / "store")) as run:
         raise TerminationSignal(signal.SIGTERM)
     [recorded] = read_runs(run.store.root)
-    assert (recorded.state, recorded.error) == (state, "TerminationSignal")
+    assert (recorded.state, recorded.error) == ("cancelled", "TerminationSignal")

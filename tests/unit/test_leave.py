@@ -27,7 +27,7 @@ POD = """
 until [ -e dapo-ready ]; do sleep 0.1; done
 {python} -m tasks.nodes.leave && [ -e written ] && touch left
 """
-TRAINING = """{python} -I -S supervisor.py '{{"detached": {{"stem": "/x"}}}}' &
+TRAINING = """{python} -I -S supervisor.py {{}} {python} -m flows.cli train &
 until [ -e supervisor-ready ]; do sleep 0.1; done
 """
 
@@ -48,14 +48,6 @@ def test_the_hook_stops_the_training_or_the_run_and_waits_for_all(
     asked = {path.name for path in tmp_path.glob("*-asked")}
     assert (tmp_path / "left").exists(), done
     assert asked == {"supervisor-asked" if has_training else "dapo-asked"}
-
-
-def test_a_detached_training_is_recognised() -> None:
-    words = ["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py"]
-    assert leave.is_training(
-        [*words, '{"stop_seconds": 120.0, "detached": {"stem": "/store/.logs/train"}}']
-    )
-    assert not leave.is_training([*words, '{"stop_seconds": 0, "detached": null}', "vllm", "serve"])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from unittest import mock
 import httpx
 import pytest
 from prefect.states import Failed
+from prefect.task_engine import TaskRunTimeoutError
 
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
@@ -35,7 +36,6 @@ from tasks.execution.retries import (
     shortened,
 )
 from tasks.processes.child import ChildProcessFailed, run_command
-from tasks.processes.time_limit import StageTimedOut
 from tasks.serve_model.failure import ServeError, ServerDied
 from tests.processes import python
 
@@ -56,7 +56,6 @@ LASTING = (
     NotEnoughSignal("few groups"),
     ServeError("refused argument"),
     StoreError("disk full"),
-    StageTimedOut("48 h"),
     FileNotFoundError(2, "no such file"),
     TypeError("a mistake of ours"),
     Offline("by the environment"),
@@ -106,7 +105,8 @@ def test_every_task_has_the_same_retry_policy() -> None:
 
 def test_the_log_explains_each_retry(caplog: pytest.LogCaptureFixture) -> None:
     run = SimpleNamespace(name="train-policy-0", run_count=2)
-    assert not may_succeed_next_time(train_policy, run, Failed(data=NotEnoughSignal("few groups")))
+    for lasting in (NotEnoughSignal("few groups"), TaskRunTimeoutError("48 h")):
+        assert not may_succeed_next_time(train_policy, run, Failed(data=lasting))
     assert caplog.text == ""
     assert may_succeed_next_time(train_policy, run, Failed(data=RolloutError("engine lost")))
     delay = train_policy.retry_delay_seconds[1]

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import shutil
-import signal
-import threading
 from pathlib import Path
 
-from durable import locked
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
-from tasks.processes.time_limit import time_limit
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
-from tests.processes import once_the_limit_is_paused
 from tests.recorded_runs import small_config
 
 KEY = StageKey("probe", {}, {}, "code", {})
@@ -77,17 +70,3 @@ def test_an_artifact_removed_before_it_is_recorded_is_rebuilt(tmp_path: Path) ->
         )
     assert (Path(made.path) / "content").read_text() == "again"
     assert not run.stages["prepare_data"].cached
-
-
-def test_waiting_for_another_builder_does_not_count_towards_the_time_limit(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    with Run.start(config) as run, locked(run.store.lock_path(KEY.stage, KEY.key)) as descriptor:
-        unlock = functools.partial(fcntl.flock, descriptor, fcntl.LOCK_UN)
-        release = threading.Thread(target=once_the_limit_is_paused, args=(unlock,))
-        with time_limit(300 / 3600, "flow.time_limits.probe_hours", ""):
-            release.start()
-            run.produce(
-                "prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")}
-            )
-            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-        release.join()

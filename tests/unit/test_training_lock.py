@@ -34,12 +34,11 @@ TRAIN = """
 import sys
 from pathlib import Path
 from tasks.execution.training_lock import hold
-from tasks.processes.detached import DetachOptions, attach_or_start
+from tasks.processes.child import run_command
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; echo deaf: $$.; while :; do sleep 0.1; done"]
-options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=300.0,
-                        lock=lambda: hold(Path(path), "run-7", key))
-attach_or_start(stubborn, log_path=log, label="train", options=options)
+with hold(Path(path), "run-7", key) as lock:
+    run_command(stubborn, log_path=log, label="train", grace_seconds=300.0, locks=[lock])
 """
 KEY = "0123456789abcdef" * 4
 WAIT_SECONDS = 0.6  # longer than a run that does not wait would try
@@ -95,21 +94,22 @@ def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_waiting_run_names_the_holder_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("skips_if_locked", [False, True])
+def test_a_run_waits_for_the_lock_or_for_its_own_stopping_training_and_names_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skips_if_locked: bool
 ) -> None:
     path = tmp_path / "training.lock"
     caplog.set_level(logging.INFO, logger="durable")
     with contextlib.ExitStack() as other:
-        other.enter_context(hold(path, "run-7"))
+        other.enter_context(hold(path, "run-7", KEY))
         release = release_after_word(other.pop_all(), caplog)
-        with hold(path, "run-8"):
-            assert str(durable.find_holder(path)).startswith("run run-8 (pid ")
+        with hold(path, "run-8", KEY, skips_if_locked):
+            assert str(durable.find_holder(path)).startswith("run run-8, stage key ")
         release.join()
     [message] = [
         record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()
     ]
-    assert message.startswith("waiting for run run-7 (pid ")
+    assert message.startswith("waiting for run run-7, stage key ")
     assert f"), which holds the lock {path} (" in message
 
 
