@@ -136,7 +136,7 @@ class TrainConfig(Section):
     )
     max_restarts: int = volatile(
         3,
-        "Restarts allowed after a rank, worker or driver dies, until a new checkpoint is written.",
+        "Restarts allowed after a rank or worker dies, until a new checkpoint is written.",
         ge=0,
         le=1000,
     )

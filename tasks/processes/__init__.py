@@ -1,3 +1,1 @@
-"""Child processes: supervised, optionally detached, under time limits; and the driver of a
-training.
-"""
+"""Child processes that never outlive this one, and their supervisor."""

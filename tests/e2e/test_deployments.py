@@ -391,11 +391,11 @@ def test_a_timeout_names_the_key(seen: Seen) -> None:
         "TimedOut",
         "FAILED",
     )
-    for state in (run["state"], seen.flow_runs[3]["state"]):
-        assert (
-            "flow.time_limits.train_policy_hours=0.0003: stopped after 1.08 s; raise it, or run it"
-            in state["message"]
-        )
+    assert "exceeded timeout of 7.2 second(s)" in run["state"]["message"]
+    stopped = "flow.time_limits.train_policy_hours=0.002: the stage was stopped; raise it, or run"
+    assert stopped in seen.flow_runs[3]["state"]["message"]
+    logs = (seen.folder / "store" / ".logs").glob("train_policy-*.log")
+    assert any("kept a checkpoint" in log.read_text() for log in logs)
 
 
 def test_a_stages_artifact_links_to_its_inputs(seen: Seen) -> None:

@@ -1,19 +1,20 @@
 """Whatever is killed leaves no process behind and gets the right state, and the next run continues
 its work.
 
-event, and during which stage                state of the run        what continues SIGKILL of the
-flow's process, building      Crashed, by worker      a waiting run builds cancelled in the UI,
-building                Cancelled               a waiting run builds SIGKILL of a stage's command
-Running                 its next attempt cancelled in the UI, evaluating              Cancelled
-the next run asks the remaining items SIGTERM of the worker, training              Crashed, by
-automation  training, to which the next run attaches cancelled in the UI, training
-Cancelled               the next run, from the last step cancelled in the UI, waiting to train
-Cancelled               the training that it waited for SIGKILL of worker and flow, training
-Crashed, by automation  training for flow.unwatched_minutes; then the
-                                                                     next run, from the last step
-SIGKILL of worker and server, away for 40 s  Completed               its flow
-SIGKILL or SIGINT of `dapo run`              -, its server exits     a waiting run builds
-SIGKILL of everything at once                test_deployment.py
+    event, and during which stage                state of the run        what continues
+    SIGKILL of the flow's process, building      Crashed, by worker      a waiting run builds
+    cancelled in the UI, building                Cancelled               a waiting run builds
+    SIGKILL of a stage's command                 Running                 its next attempt
+    cancelled in the UI, evaluating              Cancelled               the next run asks the rest
+    SIGTERM of the worker, training              Crashed, by automation  the next run, from the last
+                                                                         step
+    cancelled in the UI, training                Cancelled               as above
+    cancelled in the UI, waiting to train        Cancelled               the training it waited for
+    SIGKILL of worker and flow, training         Crashed, by automation  the next run, from the last
+                                                                         step
+    SIGKILL of worker and server, away for 40 s  Completed               its flow
+    SIGKILL or SIGINT of `dapo run`              -, its server exits     a waiting run builds
+    SIGKILL of everything at once                test_deployment.py
 
 One scenario whose steps are fixtures: several rows run at a time, each starting from the results of
 others.
@@ -34,19 +35,17 @@ from typing import Any
 
 import psutil
 import pytest
-from tasks.processes.detached import read_record
 
 from bench.small_chain import SMALL
 from durable import find_holder
 from tasks.execution.training_lock import TRAINING_LOCK
-from tasks.processes.supervisor import REQUESTED, UNWATCHED
 from tests.operated import GONE_SECONDS, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
 
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 AWAY_SECONDS = 40.0
 PATIENCE_SECONDS = 240.0
-NUM_ITEMS, NUM_STEPS = 24, 12
+NUM_ITEMS, NUM_STEPS = 24, 20
 SLOW_EVALUATION = "evaluate.requests_per_second=0.3"  # not part of any key; takes over a minute
 # Only the last step is saved.
 TRAINING = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
@@ -72,26 +71,24 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Paused:
-    """A training whose driver is paused, so that it cannot finish before we act."""
+    """A paused training, which cannot finish before we act."""
 
     site: Site
     flow_run: str
-    log: Path
-    driver: psutil.Process
-    processes: list[psutil.Process]  # supervisor, command, driver, Ray
+    command: psutil.Process
+    processes: list[psutil.Process]  # supervisor, command, Ray
 
-    def end(self, reason: str) -> list[str]:
-        """Resume once it is being stopped for this reason; returns its metrics once all processes
-        are gone.
-        """
-        self.site.wait_for(f"the end, {reason}", lambda: self._is_stopped(reason), PATIENCE_SECONDS)
-        self.driver.resume()
+    def end(self) -> list[str]:
+        """Resume once it has been told to stop; returns its metrics once all processes are gone."""
+        self.site.wait_for("SIGTERM to the training", self._has_sigterm, PATIENCE_SECONDS)
+        self.command.resume()
         assert_all_gone(self.processes)
         return metrics(self.site)
 
-    def _is_stopped(self, reason: str) -> bool:
-        record = read_record(self.log)
-        return record is not None and record.stopping == reason
+    def _has_sigterm(self) -> bool:
+        status = Path(f"/proc/{self.command.pid}/status").read_text()
+        pending = status.partition("ShdPnd:")[2].split()[0]
+        return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.fixture(scope="module")
@@ -162,44 +159,42 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 
 
 @pytest.fixture(scope="module")
-def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
-    """Cancel a run that attached to the training after its worker stopped."""
+def restarted(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
+    """Stop the worker of the training, as systemd would, and start it again."""
     worker, flow_process = site.service("worker"), site.tree(training.flow_run)[0]
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
-    assert [process for process in training.processes if not process.is_running()] == []
+    lines = training.end()
     site.up()
-    flow_run = site.create_run("train-policy", *TRAINING)
-    wait_for_log(site, flow_run, "attached to")
-    processes = site.tree(flow_run)
-    site.cancel(flow_run)
-    lines = training.end(REQUESTED)
-    assert_all_gone(processes)
-    assert_state(site, flow_run, "CANCELLED")
-    return Stopped(flow_run, lines)
+    return Stopped(training.flow_run, lines)
 
 
 @pytest.fixture(scope="module")
-def resumed_evaluation(site: Site, evaluation: Stopped, attached: Stopped) -> str:
+def resumed_evaluation(site: Site, evaluation: Stopped, restarted: Stopped) -> str:
     """A run of only the evaluation."""
     return site.create_run("evaluate-model", SLOW_EVALUATION, side="before")
 
 
 @pytest.fixture(scope="module")
-def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
-    """A resumed training that stops soon if unwatched; a run that waited for it is cancelled."""
+def cancelled(site: Site, restarted: Stopped, resumed_evaluation: str) -> Stopped:
+    """Cancel a run that waits for the resumed training, then the training."""
     lock = site.store / ".locks" / TRAINING_LOCK
-    flow_run = site.create_run("train-policy", *TRAINING, "flow.unwatched_minutes=0.1")
+    flow_run = site.create_run("train-policy", *TRAINING)
     holder = site.wait_for("the training's lock", lambda: find_holder(lock), PATIENCE_SECONDS)
     waiting = site.create_run("train-policy", "train.total_steps=1")
-    training = paused(site, flow_run, len(attached.lines) + 1)
+    training = paused(site, flow_run, len(restarted.lines) + 1)
     wait_for_log(site, waiting, "waiting for run ")
     processes = site.tree(waiting)
     site.cancel(waiting)
     assert_all_gone(processes)
     assert_state(site, waiting, "CANCELLED")
     assert find_holder(lock) == holder
-    return training
+    processes = site.tree(flow_run)
+    site.cancel(flow_run)
+    lines = training.end()
+    assert_all_gone(processes)
+    assert_state(site, flow_run, "CANCELLED")
+    return Stopped(flow_run, lines)
 
 
 @dataclass(frozen=True)
@@ -207,29 +202,31 @@ class Away:
     """The state after worker and server were killed."""
 
     processes: list[psutil.Process]  # of the evaluation
-    metrics: list[str]  # final metrics of the unwatched training
+    training: Stopped
     dapo_runs: Future[None]  # `dapo run` commands stopped meanwhile
 
 
 @pytest.fixture(scope="module")
-def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused) -> Away:
-    """Kill worker, server and the training's flow; restart the services 40 s later."""
+def away(site: Site, evaluation: Stopped, resumed_evaluation: str, cancelled: Stopped) -> Away:
+    """Kill worker, server and the flow of a training; restart the services 40 s later."""
     site.wait_for(
         "more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS
     )
+    flow_run = site.create_run("train-policy", *TRAINING)
+    training = paused(site, flow_run, len(cancelled.lines) + 1)
     processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
     kill(site.service("worker"))
-    kill_flow(site, unwatched.flow_run)
+    kill_flow(site, flow_run)
     kill(site.service("server"))
     back_at = time.monotonic() + AWAY_SECONDS
     with ThreadPoolExecutor() as beside:
         dapo_runs = beside.submit(stop_dapo_runs, site.folder / "runs")
-        lines = unwatched.end(UNWATCHED)
+        lines = training.end()
         assert find_holder(site.store / ".locks" / TRAINING_LOCK) is None
         site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
         site.up()
         assert site.services.server.read()["port"] == port
-        return Away(processes, lines, dapo_runs)
+        return Away(processes, Stopped(flow_run, lines), dapo_runs)
 
 
 @pytest.fixture(scope="module")
@@ -247,26 +244,16 @@ def test_a_model_is_built_after_its_builders_were_stopped(site: Site, builds: Bu
     assert any("killed by SIGKILL" in line for line in site.log_messages(builds.command_killed))
 
 
-def test_a_training_that_outlived_its_worker_and_was_cancelled_is_resumed(
-    attached: Stopped, finished: Path
+def test_each_stopped_training_is_continued_from_its_last_step(
+    site: Site, restarted: Stopped, cancelled: Stopped, away: Away, finished: Path
 ) -> None:
-    assert 2 <= len(attached.lines) < NUM_STEPS
-    assert lines_of(finished / "metrics.jsonl")[: len(attached.lines)] == attached.lines
-
-
-def test_an_unwatched_training_is_continued_by_the_next_run(
-    attached: Stopped, away: Away, finished: Path
-) -> None:
-    assert len(attached.lines) < len(away.metrics) < NUM_STEPS
+    stops = [restarted.lines, cancelled.lines, away.training.lines]
+    assert 2 <= len(stops[0]) < len(stops[1]) < len(stops[2]) < NUM_STEPS
     lines = lines_of(finished / "metrics.jsonl")
-    assert lines[: len(away.metrics)] == away.metrics
+    assert [lines[: len(stop)] for stop in stops] == stops
     assert [json.loads(line)["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-
-
-def test_training_starts_once_per_stop(site: Site, finished: Path) -> None:
-    """A run that attaches does not start it again."""
     log = site.store / ".logs" / f"train_policy-{finished.parent.name}.log"
-    assert log.read_text().count("Ray is up") == 3
+    assert log.read_text().count("Ray is up") == 1 + len(stops)
 
 
 def test_an_evaluation_survives_a_cancellation_and_a_missing_server(
@@ -285,9 +272,9 @@ def test_stopping_dapo_run_leaves_no_orphans(away: Away) -> None:
 
 
 def test_runs_that_lost_their_process_and_worker_become_crashed(
-    site: Site, training: Paused, unwatched: Paused, away: Away
+    site: Site, restarted: Stopped, away: Away
 ) -> None:
-    for flow_run in (training.flow_run, unwatched.flow_run):
+    for flow_run in (restarted.flow_run, away.training.flow_run):
         assert "No heartbeat" in assert_state(site, flow_run, "CRASHED")["message"]
 
 
@@ -326,13 +313,10 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
     site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
     command = command_of(site, flow_run, "train")
     assert command is not None
-    driver, supervisor = find_command(command, "train"), command.parent()
-    assert driver is not None
+    command.suspend()
+    supervisor = command.parent()
     assert supervisor is not None
-    driver.suspend()
-    folder = Path(command.cmdline()[command.cmdline().index("--output") + 1])
-    log = site.store / ".logs" / f"train_policy-{folder.parent.name}.log"
-    return Paused(site, flow_run, log, driver, [supervisor, *supervisor.children(recursive=True)])
+    return Paused(site, flow_run, command, [supervisor, *supervisor.children(recursive=True)])
 
 
 def metrics(site: Site) -> list[str]:

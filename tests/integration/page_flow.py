@@ -96,4 +96,4 @@ if __name__ == "__main__":
     seen(recipe, changes, DIES_ONCE)
     seen(recipe, changes, DIES_ONCE)
     seen(recipe, changes, REFUSED, return_state=True)
-    seen(recipe, (*changes, "flow.time_limits.train_policy_hours=0.0003"), STUCK, return_state=True)
+    seen(recipe, (*changes, "flow.time_limits.train_policy_hours=0.002"), STUCK, return_state=True)
