@@ -1,6 +1,4 @@
-"""The whole chain on a schedule. A run is skipped if it starts too late or another training is
-running.
-"""
+"""The whole chain on a schedule, skipped if it starts too late or another training is running."""
 
 import datetime
 import logging
@@ -30,9 +28,7 @@ def dapo_nightly(
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Train and report like dapo-full, beside last night's model; skipped if late or while another
-    run trains.
-    """
+    """Train and report like dapo-full, beside last night's model; skipped if late or locked."""
     scheduled = flow_run.scheduled_start_time
     changes = (*overrides, *(seed_of_night(scheduled_night()) if fresh_seed else ()))
     settings = load_config(config, (*changes, *with_last_night(load_config(config, changes))))
@@ -52,7 +48,7 @@ def dapo_nightly(
 
 
 def seed_of_night(night: datetime.date) -> tuple[str, ...]:
-    """Return the override that seeds a nightly run with its date, also for late runs and retries."""
+    """Return the override that seeds a run with its night's date, also if late or retried."""
     return (f"run.seed={(night - EPOCH).days}",)
 
 

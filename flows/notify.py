@@ -1,8 +1,7 @@
-"""Webhook notifications: one POST for a finished report, or for a run that failed, crashed or was
-cancelled.
+"""Webhook notifications: one POST for a report, or for a run that failed, crashed or was cancelled.
 
-`report_failure` is a Prefect hook for on_failure, on_crashed and on_cancellation. Prefect runs
-these in the flow's process, or in the worker if that process is gone.
+`report_failure` is a Prefect hook, which runs in the flow's process, or in the worker if that
+process is gone.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
-PROJECT = (
-    Path(__file__).resolve().parents[1]
-)  # base of recipe paths; a worker may run in another folder
+PROJECT = Path(__file__).resolve().parents[1]  # a worker may run in another folder
 MAX_REASON_CHARS = 1000
 FIGURES = ("difference", "ci95", "p", "n")
 
@@ -40,9 +37,10 @@ FIGURES = ("difference", "ci95", "p", "n")
 def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
     """Send a finished report to the webhook, if any; a failing webhook is only logged."""
     of = f" on {report['headline']}" if "headline" in report else ""
+    change = f"{points(report['difference'])} points{of}"
     payload = {
         "event": "report",
-        "text": f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points{of})",
+        "text": f"{run.config.run.name}: {report['verdict']} ({change})",
         "recipe": run.config.run.name,
         "run": run.folder.name,
         "verdict": report["verdict"],
@@ -77,9 +75,7 @@ def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Prefect hook: notify the recipe's webhook that the run failed, crashed or was cancelled, and
-    why.
-    """
+    """Prefect hook: tell the recipe's webhook that a run failed, crashed or was cancelled, and why."""
     recipe = Path(flow_run.parameters["config"])
     try:
         config = load_config(
@@ -148,9 +144,7 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
 
 
 def _flow_run(name: str | None, flow_run_id: Any) -> dict[str, str | None]:
-    """Return name and UI URL of a flow run. runtime.flow_run.ui_url is not a valid page in Prefect
-    3.7.
-    """
+    """Return name and UI URL of a flow run. Prefect 3.7's own `ui_url` is not a valid page."""
     has_page = get_current_settings().server.ui.enabled
     return {
         "name": name,

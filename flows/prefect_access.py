@@ -45,15 +45,13 @@ def connected(api_url: str) -> Iterator[SyncPrefectClient]:
             if error.response.status_code != HTTPStatus.UNAUTHORIZED:
                 raise
             if key and not auth:
-                raise ServicesError(
-                    f"the Prefect server at {api_url} rejects PREFECT_API_KEY: set a key of that "
-                    "server"
-                ) from None
-            raise ServicesError(
-                f"the Prefect server at {api_url} {'rejects the' if auth else 'needs a'} password: "
-                "export "
-                f"{AUTH_VARIABLES[1]}=USER:PASSWORD with the value the server was started with"
-            ) from None
+                problem = "rejects PREFECT_API_KEY: set a key of that server"
+            else:
+                problem = (
+                    f"{'rejects the' if auth else 'needs a'} password: export {AUTH_VARIABLES[1]}="
+                    "USER:PASSWORD with the value the server was started with"
+                )
+            raise ServicesError(f"the Prefect server at {api_url} {problem}") from None
         yield client
 
 
@@ -89,7 +87,7 @@ def lets_anyone_in(api_url: str) -> bool:
 
 
 def _status(url: str) -> int | None:
-    """Return the status code of a GET, bypassing proxies for this machine; None without an answer."""
+    """Return the status code of a GET, without a proxy on this machine; None without an answer."""
     import httpx  # takes 0.1 s to import
 
     host = urlsplit(url).hostname or ""
@@ -108,7 +106,6 @@ def is_listening(pid: int, port: int) -> bool:
             for one in (process, *process.children(recursive=True))
             for each in one.net_connections("tcp")
         ]
-        return any(
-            each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets
-        )
+        listening = (each for each in sockets if each.status == psutil.CONN_LISTEN)
+        return any(each.laddr.port == port for each in listening)
     return False

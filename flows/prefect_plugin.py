@@ -28,9 +28,7 @@ COMMANDS = {"deployment", "deployments"}
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Add the project's settings to the environment and expand deployment names on the command
-    line.
-    """
+    """Add the project's settings to the environment and expand deployment names in sys.argv."""
     if Path(sys.argv[0]).name not in PROGRAMS:
         return None
     if not COMMANDS.isdisjoint(sys.argv[1:]):

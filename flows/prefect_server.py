@@ -1,7 +1,6 @@
-"""Provide a Prefect API for one run: from the user's settings, else the store's services, else a
-private server that exits with the run.
+"""A Prefect API for one run: of the user's settings, of the store's services, or a private server.
 
-Prefect's own temporary server keeps running when its parent is killed.
+The private one exits with the run; Prefect's own temporary server survives a killed parent.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
-# A server for one run needs no UI, scheduler or automations; no heartbeats either, whose thread
-# takes 1 s to join.
+# A server for one run needs no UI, scheduler or automations, nor heartbeats (1 s to join).
 OPTIONS = ("--host", HOST, "--log-level", "ERROR", "--no-ui", "--no-services")
 SETTINGS = {"flows.heartbeat_frequency": None, "server.ui.enabled": False}
 
@@ -41,8 +39,7 @@ def named_api(store: Path) -> str | None:
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:
-    """Point Prefect in this process to a server, starting one if needed; returns a function that
-    waits for it.
+    """Point Prefect in this process to a server, starting one if needed; returns a wait function.
 
     Call this before importing flows, so that the server starts meanwhile. It always exits with this
     process.
@@ -72,17 +69,14 @@ def require_server(url: str) -> None:
     if not is_healthy(url):
         raise ServicesError(
             f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or "
-            "the profile. "
-            "If neither is set, a run starts its own server"
+            "the profile. If neither is set, a run starts its own server"
         )
     with connected(url):
         pass
 
 
 def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:
-    """Wait until this server responds; raises ServicesError if it does not, or if another one has
-    its port.
-    """
+    """Wait until this server responds; raises ServicesError, also if another one has its port."""
 
     def is_ready() -> bool:  # another run may have taken the port since it was chosen
         return is_healthy(url) and is_listening(server.pid, port)

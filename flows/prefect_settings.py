@@ -9,6 +9,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 PROJECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -17,7 +18,7 @@ PROJECT_SETTINGS = {
     # Prefect's minimum; keep `within` in flows/crashed_runs.yaml in step with it
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # leases in memory would be lost when the server restarts, leaving their slots occupied
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
     # A run starts within 5 s instead of 10. Not shorter: a worker exits if the server is away for
     # 44 intervals.
     "PREFECT_WORKER_QUERY_SECONDS": "5",

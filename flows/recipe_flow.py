@@ -24,10 +24,10 @@ NUM_SHOWN_CHANGES = 4  # in a flow run's name
 DESCRIPTIONS = {
     "config": "The recipe, a YAML file; relative paths start in the project folder.",
     "overrides": "Changed keys, each section.key=value, such as run.seed=2.",
-    "force": "Rebuild the output even if it is in the store; everything made from the old one becomes stale.",
+    "force": "Rebuild the output even if it is in the store; what was made from it becomes stale.",
     "side": "Which model: before, after, a baseline's name, or step_N; empty for the recipe's own.",
     "max_late_hours": "Skip a run that starts more than this many hours late.",
-    "fresh_seed": "Seed each night with its date (days since 1970), so that it trains; otherwise all is cached.",
+    "fresh_seed": "Seed each night with its date (days since 1970); otherwise all is cached.",
 }
 
 ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
@@ -36,9 +36,7 @@ Side = Annotated[str, Field(pattern=r"^[\w-]*$")]
 
 
 def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """Return a `@flow` decorator for a recipe's function. Prefect shows the docstring's Args in its
-    run form.
-    """
+    """Return a `@flow` decorator. Prefect shows the docstring's Args in its run form."""
 
     def decorate(function: Callable[P, R]) -> Flow[P, R]:
         description = inspect.getdoc(function) or ""

@@ -1,14 +1,13 @@
 """`dapo up` and `dapo down`: a Prefect server and worker in the background.
 
-    STORE/.services/server.json, worker.json   pid, host and address of the last start
-                    server.lock, worker.lock   held by the service while it runs
-                    server.log, worker.log     output since the last start
-                    prefect/                   PREFECT_HOME of both; nothing outside the store changes
+    STORE/.services/{server,worker}.json   pid, host and address of the last start
+                    {server,worker}.lock   held by the service while it runs
+                    {server,worker}.log    output since the last start
+                    prefect/               PREFECT_HOME of both; nothing outside the store changes
 
-Both run Prefect's own commands in new sessions. `prefect server start --background` is not used: it
-discards the server's log and refuses to start after a power failure, and `prefect server stop`
-signals whatever process has the pid by then. Importing this module is cheap because Prefect's
-start-up plugin calls `api_url`. Linux only.
+Both run Prefect's own commands in new sessions, without `prefect server start --background`, which
+discards the log and does not start again after a power failure. Importing this module is cheap
+because Prefect's start-up plugin calls `api_url`. Linux only.
 """
 
 from __future__ import annotations
@@ -105,9 +104,7 @@ class Service:
     def start(
         self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any
     ) -> None:
-        """Start the command in a new session and record its pid. Raises LockHeld if it is already
-        running.
-        """
+        """Start the command in a new session and record its pid. Raises LockHeld if it runs."""
         with locked(self.lock) as descriptor, open(self.log, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -125,7 +122,7 @@ class Service:
         logger.info("%s: started as pid %d", self.name, process.pid)
 
     def stop(self) -> list[str]:
-        """Send SIGTERM, then SIGKILL after STOP_SECONDS; returns a description of what was stopped."""
+        """Send SIGTERM, then SIGKILL after STOP_SECONDS; returns what was stopped."""
         if not self.is_running:
             return []
         record = self.read()
@@ -142,19 +139,14 @@ class Service:
 
     def wait_until(self, check: Callable[[], bool], problem: str) -> None:
         """Wait until the check is true; raises ServicesError with the end of the log otherwise."""
-        if (
-            not wait_until(lambda: not self.is_running or check(), START_SECONDS)
-            or not self.is_running
-        ):
-            why = (
-                f"timed out after {START_SECONDS:.0f} s"
-                if self.is_running
-                else "its process exited"
-            )
-            raise ServicesError(
-                f"the {self.name} {problem}: {why}. {self.log} "
-                f"ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
-            )
+        is_over = wait_until(lambda: not self.is_running or check(), START_SECONDS)
+        if is_over and self.is_running:
+            return
+        why = "its process exited" if is_over else f"timed out after {START_SECONDS:.0f} s"
+        raise ServicesError(
+            f"the {self.name} {problem}: {why}. {self.log} "
+            f"ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
+        )
 
 
 class Services:
@@ -167,7 +159,7 @@ class Services:
         self.worker = Service(self.folder, "worker")
 
     def command(self, words: str) -> str:
-        """Return `dapo WORDS` with the --store option, ready to run in the current directory."""
+        """Return `dapo WORDS` with the --store option."""
         return f"dapo {words}{store_option(self.folder.parent)}"
 
     @property
@@ -192,7 +184,7 @@ class Services:
             ) from None
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment for the services: the user's, without settings of another server."""
+        """Return the services' environment: the user's, without settings of another server."""
         inherited = {
             name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES
         }
@@ -236,9 +228,7 @@ def bring_up(
     port: int | None = None,
     database: str | None = None,
 ) -> Services:
-    """Start server and worker unless they run, register the deployments, and wait until both are
-    ready.
-    """
+    """Start server and worker unless they run, register the deployments, and wait for both."""
     services = Services(store)
     deployments = read_deployments(project)  # raises before anything starts
     with services.changing():
@@ -264,9 +254,7 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """Stop worker and server; returns what was stopped. Raises ServicesError while flow runs are
-    active.
-    """
+    """Stop worker and server; returns what was stopped. Raises ServicesError while runs are active."""
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -278,8 +266,7 @@ def take_down(store: Path, cancel: bool) -> list[str]:
             raise ServicesError(
                 "the server does not respond, so its active flow runs are unknown: "
                 f"`{services.command('up')}` restarts it; `{services.command('down --cancel')}` "
-                "stops the "
-                "worker and everything it runs"
+                "stops the worker and everything it runs"
             )
         return services.worker.stop() + services.server.stop()
 
@@ -300,9 +287,7 @@ def indented(lines: list[str]) -> str:
 
 
 def read_deployments(project: Path) -> list[dict[str, Any]]:
-    """Return the deployments in the project's prefect.yaml; raises ConfigError if they cannot be
-    read.
-    """
+    """Return the deployments in the project's prefect.yaml; raises ConfigError if unreadable."""
     path = project / PREFECT_FILE
     if not path.is_file():
         raise ConfigError(f"no {PREFECT_FILE} in {project}: run this in the project directory")
@@ -315,12 +300,9 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
-    """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output on
-    failure.
-    """
-    command = [*PREFECT, "deploy", "--all"]
+    """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output."""
     done = subprocess.run(
-        command,
+        [*PREFECT, "deploy", "--all"],
         cwd=project,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
@@ -360,9 +342,7 @@ def online_workers(client: SyncPrefectClient) -> list[str]:
 
 
 def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return flow runs that have started but not ended: those of our pool, and our flows' without a
-    pool.
-    """
+    """Return started, unended flow runs: those of our pool, and our flows' without a pool."""
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 
     state = FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}})
@@ -384,8 +364,7 @@ def _start_server(
     if database is None and last.get("database", kind) != kind:
         raise ConfigError(
             f"this store's server uses a {last['database']} database: give its URL with --database "
-            "or "
-            f"{DATABASE_VARIABLES[0]}, or use --database sqlite for a file in the store"
+            f"or {DATABASE_VARIABLES[0]}, or use --database sqlite for a file in the store"
         )
     is_given, host = host is not None, host or last.get("host", LOOPBACK)
     if not is_loopback(host) and not auth_string():
@@ -397,9 +376,8 @@ def _start_server(
         other = "" if is_given else f"; or use `{services.command(f'up --host {LOOPBACK}')}`"
         raise ConfigError(
             f"{source} is reachable from other machines, and anyone who can reach a Prefect server "
-            "without a "
-            f"password can run code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD, also for "
-            f"clients{other}"
+            f"without a password can run code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD, "
+            f"also for clients{other}"
         )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
@@ -407,34 +385,22 @@ def _start_server(
     environment = services.environment(
         PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api"
     )
-    if (
-        not auth_string()
-    ):  # otherwise any web page in a local browser could read data and start flow runs
-        own_pages = dict.fromkeys(
-            (page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}")
-        )
+    if not auth_string():  # any web page in a local browser could read data and start flow runs
+        here = (f"http://{LOOPBACK}:{port}", f"http://localhost:{port}")
+        own_pages = dict.fromkeys((page_url, *here))
         environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", ",".join(own_pages))
         environment.setdefault("PREFECT_SERVER_CSRF_PROTECTION_ENABLED", "true")
-    if database not in (None, "sqlite"):
-        environment[DATABASE_VARIABLES[0]] = str(
-            database
-        )  # not on the command line: it may hold a password
+    if database not in (None, "sqlite"):  # not on the command line: it may hold a password
+        environment[DATABASE_VARIABLES[0]] = str(database)
         add_secret_url(str(database))
     options = ("--host", host, "--port", str(port), "--log-level", "WARNING", "--ui")
-    record = {
-        "host": host,
-        "port": port,
-        "database": kind,
-        "api_url": api_url,
-        "page_url": page_url,
-    }
-    services.server.start((*PREFECT, "server", "start", *options), environment, **record)
+    record = {"host": host, "port": port, "database": kind, "page_url": page_url}
+    command = (*PREFECT, "server", "start", *options)
+    services.server.start(command, environment, api_url=api_url, **record)
 
 
 def _choose_port(host: str, last: int) -> int:
-    """Return the last port if it is free, else 4200, else any free port. Prefect reports a wrong
-    host.
-    """
+    """Return the last port if free, else 4200, else any. Prefect reports a wrong host."""
     for port in (last, DEFAULT_PORT):
         if not bind_fault(host, port):
             return port
@@ -455,9 +421,7 @@ def _start_worker(services: Services) -> None:
 
 
 def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) -> None:
-    """Cancel active flow runs like the Prefect UI and wait for them; raises ServicesError for runs
-    to keep.
-    """
+    """Cancel active flow runs and wait for them; raises ServicesError for runs to keep."""
     from prefect.states import Cancelled, Cancelling
 
     active = active_runs(client)
@@ -470,18 +434,16 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
         raise ServicesError(
             "`dapo run` uses this server:\n  "
             + "\n  ".join(in_terminals)
-            + "\nwait, or press Ctrl-C in its "
-            "terminal: training then writes a checkpoint to resume from. A run whose process is "
-            "gone becomes "
-            "Crashed within minutes; `prefect flow-run delete ID` removes it at once"
+            + "\nwait, or press Ctrl-C in its terminal: training then writes a checkpoint to resume "
+            "from. A run whose process is gone becomes Crashed within minutes; `prefect flow-run "
+            "delete ID` removes it at once"
         )
     if active and not cancel:
         raise ServicesError(
             "active flow runs would be killed with the worker:\n  "
             + "\n  ".join(described.values())
-            + "\n"
-            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a "
-            "last checkpoint"
+            + f"\nwait for them, or run `{services.command('down --cancel')}`: training then writes "
+            "a last checkpoint"
         )
     for flow_run, description in described.items():
         logger.info("cancelling %s", description)
@@ -495,8 +457,6 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
 
 
 def _restore_signals() -> None:
-    """Reset signals that a shell ignores for background commands, so that the worker can be
-    stopped.
-    """
+    """Reset signals that a shell ignores for background commands: they must stop the worker."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

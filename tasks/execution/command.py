@@ -87,7 +87,7 @@ class PageLines:
         self._num_omitted = 0
 
     def admits(self, line: str) -> bool:
-        """True if the line goes to the page; reports the number of omitted lines after each minute."""
+        """True if the line goes to the page; reports the omitted lines after each minute."""
         if self._clock() - self._minute_began >= 60.0:
             self.close_minute()
             self._minute_began = self._clock()

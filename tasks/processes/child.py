@@ -258,7 +258,7 @@ def start_supervisor(
     env: Mapping[str, str | None] | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor that inherits the locks; `env` as in `background_command`.
+    """Start the command under a supervisor with the locks; `env` as in `background_command`.
 
     Prefect credentials are not passed on, because no stage talks to its server.
     """
