@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from eval import EvaluationError, dispatch
+from eval import EvaluationError
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
+from eval.requests import dispatch
 from eval.requests.client import Answer, Connection, _retry_after
 from eval.requests.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.results.rows import read_rows
