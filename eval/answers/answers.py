@@ -47,11 +47,12 @@ class Listing:
 
 @dataclass(frozen=True)
 class Point:
-    """A point, vector or interval: items in brackets."""
+    """A point, vector or interval: items in brackets, or named values `x = 1, y = 2`."""
 
     opening: str
     closing: str
     items: tuple[Answer, ...]
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,15 @@ _REVERSED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
     """Return the solutions of an inequality in one variable: x > 3, 1 < x <= 5, x != 2."""
-    if any(side[0] == "neg" and side[1][0] == "var" for side in sides):  # -x > -1
+    if any(side[0] == "neg" and _is_unknown(side[1]) for side in sides):  # -x > -1
         operators = tuple(_REVERSED.get(operator, operator) for operator in operators)
         sides = tuple(side[1] if side[0] == "neg" else ("neg", side) for side in sides)
-    where = [index for index, side in enumerate(sides) if side[0] == "var"]
+    where = [index for index, side in enumerate(sides) if _is_unknown(side)]
     if len(where) != 1 or any(
         variables(side) for index, side in enumerate(sides) if index != where[0]
     ):
         return None
-    name = str(sides[where[0]][1])
+    name = str(sides[where[0]][1])  # x, or _f for f(x)
     if len(sides) == 2:
         bound = sides[1 - where[0]]
         operator = operators[0] if where[0] == 0 else _REVERSED.get(operators[0], operators[0])
@@ -134,6 +135,15 @@ def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) ->
                 (Interval(sides[0], operators[0] == "≤", sides[2], operators[1] == "≤"),), name
             )
     return None
+
+
+def _is_unknown(node: Node) -> bool:
+    """True for a variable, and for a function of one: f(x)."""
+    return node[0] == "var" or (
+        node[0] == "call"
+        and node[1].startswith("_")
+        and [child[0] for child in node[2:]] == ["var"]
+    )
 
 
 def as_region(answer: Answer) -> Region | None:

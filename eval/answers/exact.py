@@ -175,7 +175,10 @@ def _same_point(prediction: Point, gold: Point) -> bool:
         may_be_interval or not all(bracket in _PAIRS for bracket in brackets)
     ):
         return False
-    return _all_same(prediction.items, gold.items)
+    items = prediction.items
+    if sorted(prediction.names) == sorted(gold.names):  # y = 2, x = 1
+        items = tuple(items[prediction.names.index(name)] for name in gold.names) or items
+    return _all_same(items, gold.items)
 
 
 _PAIRS = (("(", ")"), ("[", "]"), ("⟨", "⟩"), ("=", "="))
@@ -299,11 +302,15 @@ _SAME: dict[type, Callable[..., bool]] = {
     Matrix: _same_matrix,
     Relation: _same_relation,
 }
+_ARTICLE = re.compile(r"^(?:the|an?) (?=[A-Za-z]{3})")
 _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
 
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     """Words match with or without \\text; a run of letters is a word only if one side quotes it."""
+    prediction, gold = (_ARTICLE.sub("", plain) for plain in (prediction, gold))
+    if prediction == gold:
+        return True
     is_quoted = '"' in prediction + gold
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False

@@ -29,7 +29,7 @@ _BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 _MACRO = re.compile(r"\\(?:boxed|fbox|framebox)")
 _BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
 _CUE = re.compile(
-    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}(?:\#{1,4}|\*\*)\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
+    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}(?:\#{1,4}|\*\*)\W{0,4}(?:final\ )?answer\b\W{0,4}$ | (?<!\S)\#{4}\s
     | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
       (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
       | \s+is\b(?:\s*[:：])?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
@@ -42,7 +42,7 @@ _SENTENCE_END = re.compile(
 _MATHS = re.compile(r"(?<!\\)\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(
     r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
-    (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
+    (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:\\q?quad\b)?[\s$\\(]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
 _COMMANDS = re.compile(
     r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]"

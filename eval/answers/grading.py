@@ -229,7 +229,7 @@ class MathGrader(Grader):
     starts when the first row needs it.
     """
 
-    rule = "exact/5+aisbench-v2/2"
+    rule = "exact/6+aisbench-v2/2"
 
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes

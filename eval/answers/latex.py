@@ -333,6 +333,7 @@ def clean(text: str) -> str:
     """
     if len(text) > MAX_ANSWER_CHARS:
         return ""
+    text = _without_outer_braces(text.strip())
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
     text = re.sub(
         f"[{''.join(map(chr, _SUPERSCRIPTS))}]+",
@@ -359,7 +360,7 @@ def clean(text: str) -> str:
     text = _environments(text)
     text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
     text = re.sub(
-        r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°",
+        r"\^\s*(\{\s*)?\\(?:circ|degree)(?![A-Za-z])(?(1)\s*\})|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°",
         "°",
         text,
     )
@@ -378,6 +379,15 @@ def clean(text: str) -> str:
         .replace("\n", " ")
     )
     return _trim(text)
+
+
+def _without_outer_braces(text: str) -> str:
+    while text.startswith("{"):
+        inner, end = _argument(text, 0)
+        if end < len(text) or not text.endswith("}"):
+            break
+        text = inner.strip()
+    return text
 
 
 def _trim(text: str) -> str:
@@ -496,7 +506,7 @@ _PLAIN_FUNCTION = re.compile(
     r"(?<![A-Za-z\\])(sqrt|pi|infinity|infty|inf|oo|theta|alpha|beta|phi|omega|lambda)(?![a-zA-Z])"
 )
 _PLAIN = {"infinity": "∞", "infty": "∞", "inf": "∞", "oo": "∞"}
-_JOINING = re.compile(r'(?<![A-Za-z\\"])(and|or)(?![A-Za-z"])|([或和与及]|以及)')
+_JOINING = re.compile(r'(?<![A-Za-z\\"])(and|or)(?![a-z"])|([或和与及]|以及)')
 
 
 def _words(text: str) -> str:

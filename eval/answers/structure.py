@@ -46,7 +46,7 @@ _NAME = re.compile(
     |[a-z](?:\s*[-+*]?\s*[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
     |(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*\{?\(?(?:[A-Za-z]|\\(?:angle)?\s*[A-Za-z]*)\)?\}?)
     |(?:[a-z]\s*\^\s*\{?\d\}?\s*[+]\s*)+[a-z]\s*\^\s*\{?\d\}? | \|[a-z](?:\s*[-+]\s*[a-z])?\|
-    |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*/\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
+    |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*[/:]\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
     re.VERBOSE,
 )
 # "the answer is" before an answer; a reason, a condition or the range of an index after it.
@@ -167,7 +167,9 @@ def _combined(items: list[Answer], has_or: bool) -> Answer:
     if names and len(names) == len(items):
         if len(set(names)) < len(names):
             return Listing(_flattened(values))
-        return Listing(values) if all("(" in name for name in names) else Point("=", "=", values)
+        if all("(" in name for name in names):
+            return Listing(values)
+        return Point("=", "=", values, tuple(names))
     regions = [region for item in items if (region := as_region(item)) is not None]
     pieces = tuple(piece for region in regions for piece in region.pieces)
     if all(isinstance(item, Region) for item in items) and len(merged(pieces) or ()) == len(pieces):
@@ -267,7 +269,7 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
         if not isinstance(value, Words | Relation):
             if _NAME.fullmatch(pieces[0]):
                 return Named(re.sub(r"\s", "", pieces[0]), value)
-            if _is_constant(pieces[0]):
+            if _is_constant(pieces[0]) and _is_constant(pieces[-1]):
                 return Named("", value)  # 2 + 3 = 5
         elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
             return Named(re.sub(r"\s", "", pieces[0]), value)

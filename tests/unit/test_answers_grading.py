@@ -70,6 +70,27 @@ def test_every_pair_of_the_table_gets_its_label() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("exam", ["math-verify", "lm-eval", "evalscope", "AISBench"])
+def test_the_tests_of_other_graders_get_the_verdicts_that_the_evaluation_page_states(
+    exam: str,
+) -> None:
+    lines = TABLE.with_name("exams.tsv").read_text(encoding="utf-8").splitlines()
+    fields = lines[0].split("\t")
+    rows = [dict(zip(fields, line.split("\t"), strict=True)) for line in lines[1:]]
+    rows = [row for row in rows if row["exam"] == exam]
+    assert len(rows) > 50
+    wrong = []
+    for row in rows:
+        graded = grade(row["prediction"].replace("⏎", "\n"), "stop", row["gold"])
+        if (graded.verdict == "right") != (row["label"] == "1"):
+            wrong.append(row)
+    assert wrong == []
+    page = (TABLE.parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    different = [row for row in rows if row["theirs"] != row["label"]]
+    assert f"{len(rows) - len(different)} of {len(rows)} of {exam}'s" in page
+    assert all(row["reason"].replace("|", "\\|") in page for row in different)
+
+
 def test_equality_is_symmetric_and_reflexive() -> None:
     pairs = [pair for pair in read_table() if f"{pair.prediction} | {pair.gold}" not in ONE_WAY]
     assert [p for p in pairs if is_equal_exact(p.gold, p.prediction) != (p.label == "1")] == []
