@@ -276,10 +276,8 @@ def _write_results(folder: Path, draw: random.Random, count: int, chars: int) ->
         "finish_reason": "stop",
         "answer": "7",
         "gold": "7",
-        "aisbench_answer": "7",
     }
     rest = {
-        "aisbench_raises": False,
         "attempts": 1,
         "level": None,
         "subject": None,
@@ -295,7 +293,7 @@ def _write_results(folder: Path, draw: random.Random, count: int, chars: int) ->
             verdict = draw.choice(("right", "right", "wrong", "truncated"))
             own = {
                 "verdict": verdict,
-                "aisbench_right": verdict == "right",
+                "aisbench": {"answer": "7", "is_right": verdict == "right", "raises": False},
                 "seconds": draw.random(),
             }
             shown = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eval.answers.grading import VERDICTS
+from eval.answers.grading import VERDICTS, AISBench
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.report import suite_report
@@ -66,9 +66,7 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
         "answer": answer,
         "gold": item.gold,
         "verdict": LETTERS[letter],
-        "aisbench_answer": answer,
-        "aisbench_right": letter == "r",
-        "aisbench_raises": False,
+        "aisbench": None if letter == "f" else AISBench(str(answer), letter == "r", False),
         "attempts": 1,
         "seconds": 0.5,
         "subject": item.subject,

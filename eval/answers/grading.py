@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -34,22 +35,25 @@ _MAX_FAILURES = 16  # of a scorer that never returned a score
 Comparison = Callable[[Found, str], bool]  # (answer found, gold) -> equal
 
 
-class Grade(NamedTuple):
-    """Verdicts of both rules on one response.
+@dataclass
+class AISBench:
+    """The verdict of AISBench's rule, which ignores how the response ended."""
 
-    `answer` and `verdict` come from the exact rule, the headline. AISBench's rule only knows right
-    and wrong and ignores how the response ended.
-    """
+    answer: str
+    is_right: bool
+    raises: bool  # AISBench's own code would raise
+
+
+class Grade(NamedTuple):
+    """The answer extracted from a response, the headline verdict, and what else the grader found."""
 
     answer: str | None
     verdict: Verdict
-    aisbench_answer: str | None
-    aisbench_right: bool
-    aisbench_raises: bool  # AISBench's own code would raise
+    aisbench: AISBench | None = None  # a second verdict, for mathematics only
     details: dict[str, Any] | None = None  # further results, such as a scorer's score
 
 
-_REQUEST_FAILED = Grade(None, "request_failed", None, False, False)
+_REQUEST_FAILED = Grade(None, "request_failed")
 
 
 class Gradable(Protocol):
@@ -109,11 +113,7 @@ class Grader:
 
 
 class ChoiceGrader(Grader):
-    """Right if the response names exactly the gold options, in any order, and was not cut off.
-
-    AISBench has no string rule for such sets. Its columns hold the same comparison, applied to
-    truncated responses too.
-    """
+    """Right if the response names exactly the gold options, in any order, and was not cut off."""
 
     rule = "choice-letters/3"
 
@@ -124,9 +124,8 @@ class ChoiceGrader(Grader):
         if response is None:
             return _REQUEST_FAILED
         answer = find_options(response) or None
-        is_equal = answer == gold
-        verdict: Verdict = "right" if is_equal else "wrong" if answer else "no_answer"
-        return Grade(answer, _unless_cut(finish_reason, verdict), answer, is_equal, False)
+        verdict: Verdict = "right" if answer == gold else "wrong" if answer else "no_answer"
+        return Grade(answer, _unless_cut(finish_reason, verdict))
 
 
 class LikelihoodGrader(Grader):
@@ -140,8 +139,7 @@ class LikelihoodGrader(Grader):
         """Grade the likeliest option; None stands for a failed request."""
         if response is None:
             return _REQUEST_FAILED
-        is_right = response == gold
-        return Grade(response, "right" if is_right else "wrong", response, is_right, False)
+        return Grade(response, "right" if response == gold else "wrong")
 
 
 class ScorerGrader(Grader):
@@ -149,8 +147,7 @@ class ScorerGrader(Grader):
 
     The scorer runs in killable processes and sees what it sees in training: the whole text,
     including thinking that the server left in it. Its extra_info also has the `problem`. A call that fails or times out is graded wrong
-    and counted. A scorer whose first 16 calls all fail is not called again. AISBench's columns
-    repeat the verdict, regardless of how the response ended.
+    and counted. A scorer whose first 16 calls all fail is not called again.
     """
 
     def __init__(self, pool: Pool, scorer: str | None, rule: str) -> None:
@@ -175,7 +172,7 @@ class ScorerGrader(Grader):
         """Return the scorer's verdict on a response; None stands for a failed request."""
         if response is None:
             return _REQUEST_FAILED
-        failed = Grade(None, _unless_cut(finish_reason, "wrong"), None, False, False)
+        failed = Grade(None, _unless_cut(finish_reason, "wrong"))
         if self.num_killed >= _MAX_FAILURES and not self._has_scored:
             first = next(iter(self._failures.values()))
             error = f"was not called, because its first {self.num_killed} calls failed: {first}"
@@ -201,9 +198,7 @@ class ScorerGrader(Grader):
             ) from None
         self._has_scored = True
         details = {"score": score, "acc": acc}
-        return Grade(
-            answer, _unless_cut(finish_reason, verdict), answer, verdict == "right", False, details
-        )
+        return Grade(answer, _unless_cut(finish_reason, verdict), details=details)
 
     def grade_quickly(
         self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
@@ -356,16 +351,10 @@ def grade(
     if response is None:
         return _REQUEST_FAILED
     aisbench_answer, raises = extract_aisbench(without_thinking(response) if is_chat else response)
-    aisbench_right = is_equal_aisbench(aisbench_answer, gold)
+    aisbench = AISBench(aisbench_answer, is_equal_aisbench(aisbench_answer, gold), raises)
     found = find_answer(response)
     answer = found.answers[0] if found.answers else None
-    return Grade(
-        answer,
-        _verdict(is_gold, found, finish_reason, gold),
-        aisbench_answer,
-        aisbench_right,
-        raises,
-    )
+    return Grade(answer, _verdict(is_gold, found, finish_reason, gold), aisbench)
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:

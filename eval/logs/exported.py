@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.results.rows import Evaluation, Row, Samples, has_aisbench, make_folder
+from eval.results.rows import Evaluation, Row, Samples, make_folder
 from eval.results.summary import acc_norm, rate
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,9 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
         "config": {"epochs": evaluation.num_samples},
         "metadata": {"settings": settings},
     }
-    is_twice = has_aisbench(settings)
     shares = {"exact": rate(rows, lambda row: row.is_right)}
-    if is_twice:
-        shares["aisbench"] = rate(rows, lambda row: row.aisbench_right)
+    if evaluation.has_aisbench:
+        shares["aisbench"] = rate(rows, lambda row: row.is_right_by_aisbench)
     scores = [
         {
             "name": name,
@@ -60,14 +59,14 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
             "completed_samples": num_answered,
             "scores": scores,
         },
-        "samples": [_inspect_sample(row, model, is_twice) for row in rows],
+        "samples": [_inspect_sample(row, model) for row in rows],
     }
     path = Path(output)
     make_folder(path.parent)
     return [_write(path, json.dumps(log, ensure_ascii=False, indent=1))]
 
 
-def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
+def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
     messages = (
         ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     )
@@ -87,7 +86,11 @@ def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
     reply = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
     default = "max_tokens" if row.verdict == "truncated" else "stop"
     stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, default)
-    aisbench = {"value": "C" if row.aisbench_right else "I", "answer": row.aisbench_answer}
+    exact = {"value": _VALUES.get(row.verdict, "I"), "answer": row.answer}
+    scores = {"exact": {**exact, "explanation": row.verdict}}
+    if (second := row.aisbench) is not None:
+        value = "C" if second.is_right else "I"
+        scores["aisbench"] = {"value": value, "answer": second.answer}
     tokens = row.response_tokens or 0
     usage = {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
     return {
@@ -98,14 +101,7 @@ def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
             "choices": [{"message": reply, "stop_reason": stop}],
             **({} if row.response_tokens is None else {"usage": usage}),
         },
-        "scores": {
-            "exact": {
-                "value": _VALUES.get(row.verdict, "I"),
-                "answer": row.answer,
-                "explanation": row.verdict,
-            },
-            **({"aisbench": aisbench} if is_twice else {}),
-        },
+        "scores": scores,
     }
 
 

@@ -94,7 +94,9 @@ def describe(regraded: Regraded) -> str:
 
 
 def _aisbench_verdict(row: Row) -> str:
-    return "right" if row.aisbench_right else "wrong"
+    if row.aisbench is None:
+        return "none"
+    return "right" if row.aisbench.is_right else "wrong"
 
 
 def _transitions(before: Iterable[str], after: Iterable[str]) -> dict[tuple[str, str], int]:

@@ -17,6 +17,7 @@ from eval.results.statistics import change_interval, holm, measure_change, share
 from eval.results.summary import (
     IsSame,
     count_agreement,
+    count_raises,
     group_by,
     item_metrics,
     largest_steps,
@@ -213,7 +214,9 @@ def measure_speed(rows: Sequence[Row]) -> Speed:
 def compare_graders(pairs: Sequence[Pair]) -> Graders:
     """AISBench's accuracies, and where its verdicts differ from the exact grader's."""
     k = len(pairs[0][0])
-    counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
+    counts = [
+        [sum(row.is_right_by_aisbench for row in samples) for samples in pair] for pair in pairs
+    ]
     change = measure_change([y - x for x, y in counts], k)
     before, after = (sum(pair[side] for pair in counts) / (k * len(pairs)) for side in (0, 1))
     rows = {
@@ -226,7 +229,7 @@ def compare_graders(pairs: Sequence[Pair]) -> Graders:
         difference=change.difference,
         ci95=change.ci95,
         p=change.p,
-        raises={name: sum(row.aisbench_raises for row in side) for name, side in rows.items()},
+        raises={name: count_raises(side) for name, side in rows.items()},
         agreement={name: count_agreement(side) for name, side in rows.items()},
         disagreements=[
             {"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)

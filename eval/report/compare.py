@@ -18,7 +18,6 @@ from eval.results.rows import (
     Row,
     Samples,
     describe_differences,
-    has_aisbench,
     is_answered,
     load_evaluation,
     num_right,
@@ -206,7 +205,9 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         by_limit=by_limit(
             before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])
         ),
-        graders=breakdown.compare_graders(paired) if has_aisbench(before.settings) else None,
+        graders=breakdown.compare_graders(paired)
+        if before.has_aisbench and after.has_aisbench
+        else None,
         metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),

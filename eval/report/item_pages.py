@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eval.report.compare import MAX_RESPONSE_CHARS
 from eval.report.formulas import Formulas
 from eval.report.pages import render
-from eval.results.rows import Evaluation, Row, Samples, has_aisbench, is_answered, num_right
+from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
 from redaction import redact
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
     """
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
-    is_twice = has_aisbench(before.settings)
     rows = [row for pair in pairs for samples in pair for row in samples]
     texts = _Texts(len(rows) + sum(row.reasoning is not None for row in rows))
     chunks: list[list[str]] = [[]]
@@ -54,7 +53,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
         if size > CHUNK_CHARS:
             chunks.append([])
             size = 0
-        body = _body(pair, texts, is_twice)
+        body = _body(pair, texts)
         index.append([*_index_entry(pair), len(chunks) - 1, len(chunks[-1])])
         chunks[-1].append(body)
         size += len(body)
@@ -145,7 +144,7 @@ def shown_sample(samples: Samples, right: bool) -> int:
     return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
 
 
-def _body(pair: tuple[Samples, Samples], texts: _Texts, is_twice: bool) -> str:
+def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
     direction = direction_of(pair)
     sides = [
         {
@@ -164,7 +163,6 @@ def _body(pair: tuple[Samples, Samples], texts: _Texts, is_twice: bool) -> str:
         problem=texts.end_of(first.problem),
         gold=first.gold,
         sides=sides,
-        has_aisbench=is_twice,
     )
 
 

@@ -253,14 +253,7 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
 
 
 def _set_grade(row: Row, grade: Grade) -> None:
-    (
-        row.answer,
-        row.verdict,
-        row.aisbench_answer,
-        row.aisbench_right,
-        row.aisbench_raises,
-        details,
-    ) = grade
+    row.answer, row.verdict, row.aisbench, details = grade
     row.details = details or row.details
     if row.is_cut_while_thinking:
         row.verdict, row.answer = "truncated", None
@@ -363,9 +356,6 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         answer=None,
         gold=item.gold,
         verdict="request_failed",
-        aisbench_answer=None,
-        aisbench_right=False,
-        aisbench_raises=False,
         attempts=outcome.attempts,
         seconds=round(outcome.seconds, 4),
         subject=item.subject,

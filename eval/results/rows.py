@@ -18,7 +18,7 @@ import orjson
 
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import SCORER_RULES, VERDICTS, MathGrader, Verdict
+from eval.answers.grading import SCORER_RULES, VERDICTS, AISBench, MathGrader, Verdict
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template, problem_of
@@ -34,6 +34,8 @@ GRADING_SETTINGS = ("grader", "golds")
 SERVED = "served"
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
+# Three columns of earlier versions, whose rows read as without AISBench's verdict until regraded.
+_OLD_COLUMNS = frozenset({"aisbench_answer", "aisbench_right", "aisbench_raises"})
 RowKey = tuple[str, int]  # (item id, sample number)
 
 
@@ -53,10 +55,7 @@ class Row:
     response_tokens: int | None  # including thinking
     answer: str | None  # extracted by the exact grader
     gold: str
-    verdict: Verdict  # of the exact grader
-    aisbench_answer: str | None
-    aisbench_right: bool
-    aisbench_raises: bool
+    verdict: Verdict  # of the set's grader
     attempts: int
     seconds: float
     subject: str | None
@@ -66,6 +65,7 @@ class Row:
     reasoning: str | None = None  # thinking, with tags if it was part of the text; never graded
     reasoning_tokens: int | None = None  # counted by the server
     details: dict[str, Any] | None = None  # further grader results, such as a score
+    aisbench: AISBench | None = None  # the second verdict, if AISBench's rule applies
 
     @property
     def key(self) -> RowKey:
@@ -97,6 +97,11 @@ class Row:
     def is_right(self) -> bool:
         """True if a finished response gave the gold answer."""
         return self.verdict == "right"
+
+    @property
+    def is_right_by_aisbench(self) -> bool:
+        """True if AISBench's rule was applied and accepts the response."""
+        return self.aisbench is not None and self.aisbench.is_right
 
     @property
     def problem(self) -> str:
@@ -200,6 +205,11 @@ class Evaluation:
         }
 
     @property
+    def has_aisbench(self) -> bool:
+        """True if AISBench's rule graded the responses too."""
+        return any(row.aisbench is not None for row in self.rows)
+
+    @property
     def shared_settings(self) -> dict[str, Any]:
         """The settings that comparable evaluations share: all but the model."""
         return {key: value for key, value in self.settings.items() if key not in ("model", SERVED)}
@@ -210,13 +220,8 @@ class Evaluation:
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
             fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
-            digest.update(json.dumps(fields).encode())
+            digest.update(json.dumps(fields, default=vars).encode())
         return digest.hexdigest()
-
-
-def has_aisbench(settings: Mapping[str, Any]) -> bool:
-    """True if AISBench's rule graded the responses beside the exact rule."""
-    return "+aisbench" in str(settings["grader"])
 
 
 def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
@@ -295,8 +300,13 @@ def read_rows(directory: Path, max_chars: int | None = None) -> dict[RowKey, Row
 
 def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
     try:
-        prompt = fields["prompt"]
-        row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
+        if not isinstance(fields["prompt"], str):
+            fields["prompt"] = tuple(fields["prompt"])
+        for column in fields.keys() & _OLD_COLUMNS:
+            del fields[column]
+        if fields.get("aisbench"):
+            fields["aisbench"] = AISBench(**fields["aisbench"])
+        row = Row(**fields)
         if row.verdict not in VERDICTS:
             raise ValueError(f"verdict {row.verdict!r}")
     except (TypeError, KeyError, ValueError) as error:

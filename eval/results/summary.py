@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
@@ -15,7 +15,6 @@ from eval.results.rows import (
     Evaluation,
     Row,
     Samples,
-    has_aisbench,
     is_answered,
     num_right,
 )
@@ -68,7 +67,7 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         [row.verdict for row in answered]
     )  # several times as fast as `rate` for each verdict
     shares = {verdict: count / len(answered) for verdict, count in counts.items()}
-    is_twice = has_aisbench(settings)
+    is_twice = evaluation.has_aisbench
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
         accuracy=shares.get("right", 0.0),
@@ -88,8 +87,8 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
             budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)
         ],
         aisbench={
-            "accuracy": rate(answered, lambda row: row.aisbench_right),
-            "raises": sum(row.aisbench_raises for row in answered),
+            "accuracy": rate(answered, lambda row: row.is_right_by_aisbench),
+            "raises": count_raises(answered),
         }
         if is_twice
         else None,
@@ -126,7 +125,7 @@ def acc_norm(rows: Sequence[Row]) -> float | None:
 
 def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
     """Count rows by which of the two graders calls them right."""
-    counts = Counter((row.is_right, row.aisbench_right) for row in rows)
+    counts = Counter((row.is_right, row.is_right_by_aisbench) for row in rows)
     return {
         "both_right": counts[True, True],
         "only_exact": counts[True, False],
@@ -135,22 +134,18 @@ def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
     }
 
 
+def count_raises(rows: Iterable[Row]) -> int:
+    """Count rows on which AISBench's own code would raise."""
+    return sum(row.aisbench is not None and row.aisbench.raises for row in rows)
+
+
 def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """List the rows that only one grader calls right, without their texts."""
-    names = (
-        "id",
-        "sample",
-        "gold",
-        "verdict",
-        "answer",
-        "aisbench_right",
-        "aisbench_answer",
-        "aisbench_raises",
-    )
+    names = ("id", "sample", "gold", "verdict", "answer")
     return [
-        {name: getattr(row, name) for name in names}
+        {name: getattr(row, name) for name in names} | {"aisbench": asdict(row.aisbench)}
         for row in rows
-        if row.is_right != row.aisbench_right
+        if row.aisbench is not None and row.is_right != row.aisbench.is_right
     ]
 
 

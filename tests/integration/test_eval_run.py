@@ -362,12 +362,13 @@ def test_another_grader_or_gold_answer_regrades_without_requests(
     monkeypatch.setattr(MathGrader, "rule", "numbers/2")
     with caplog.at_level(logging.WARNING):
         summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
-    assert "regrading stored responses" in caplog.text
+    assert "regrading 3 stored responses" in caplog.text
     assert "before, numbers/2 after" in caplog.text
     assert (summary.accuracy, summary.settings["grader"]) == (2 / 3, "numbers/2")
     assert set(summary.by_subject) == {"sum", "add"}
     row = read_rows(tmp_path)["item-0", 0]
-    assert (row.gold, row.verdict, row.subject, row.aisbench_right) == ("5", "wrong", "sum", False)
+    assert (row.gold, row.verdict, row.subject) == ("5", "wrong", "sum")
+    assert not row.is_right_by_aisbench
     assert set(server.asked.values()) == {1}
     assert not list(tmp_path.glob("superseded-*"))
 

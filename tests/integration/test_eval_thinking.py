@@ -65,7 +65,7 @@ def test_thinking_separated_by_the_server_is_stored_and_counted_under_both_field
     assert [row.verdict for row in rows] == ["right", "right", "truncated", "right"]
     assert [row.reasoning for row in rows] == [WRONG, WRONG, f"surely {RIGHT % 3}", None]
     assert [row.reasoning_tokens for row in rows] == [20, 4, 64, 0]
-    assert [row.aisbench_right for row in rows] == [True, True, False, True]
+    assert [row.is_right_by_aisbench for row in rows] == [True, True, False, True]
     # 88 of 108 tokens, over 4 responses.
     assert summary.thinking == Thinking(3, 22.0, 5.0, "server")
     assert summary.mean_response_tokens == 27.0
@@ -120,15 +120,9 @@ def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
     for text, row in zip(texts, rows, strict=True):
         assert row.text == text
         graded = grade(text, "stop", row.gold, is_chat=True)
-        assert (row.aisbench_answer, row.aisbench_right) == (
-            graded.aisbench_answer,
-            graded.aisbench_right,
-        )
-        assert (row.aisbench_raises, row.verdict) in (
-            (graded.aisbench_raises, graded.verdict),
-            (False, "truncated"),
-        )
-    assert rows[2].aisbench_right  # AISBench strips only closed thinking
+        assert row.aisbench == graded.aisbench
+        assert row.verdict in (graded.verdict, "truncated")
+    assert rows[2].is_right_by_aisbench  # AISBench strips only closed thinking
     assert summary.thinking is not None
     assert (summary.thinking.num_responses, summary.thinking.counted) == (5, "share of text")
     shares = [len(row.reasoning or "") / len(text) for text, row in zip(texts, rows, strict=True)]

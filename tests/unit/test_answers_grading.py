@@ -13,7 +13,7 @@ import pytest
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
-from eval.answers.grading import grade, parse_number
+from eval.answers.grading import Grade, grade, parse_number
 from eval.problems.registry import load_set
 
 TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
@@ -193,6 +193,10 @@ def test_aisbench_extraction(text: str, answer: str, raises: bool) -> None:
     assert extract_aisbench(text) == (answer, raises)
 
 
+def is_right_by_aisbench(graded: Grade) -> bool:
+    return graded.aisbench is not None and graded.aisbench.is_right
+
+
 def test_aisbench_strips_thinking_from_chat_responses_only() -> None:
     for response, chat, text in (
         ("<think>\\boxed{1}</think> The answer is 2", "2", "1"),
@@ -200,9 +204,9 @@ def test_aisbench_strips_thinking_from_chat_responses_only() -> None:
         ("<think>a</think>\\boxed{1} <think>\\boxed{2}</think>", "1", "2"),
         ("<think>so \\boxed{1}", "1", "1"),  # AISBench keeps unclosed thinking
     ):
-        assert grade(response, "stop", chat, is_chat=True).aisbench_right
-        assert grade(response, "stop", text).aisbench_right
-        assert grade(response, "stop", text, is_chat=True).aisbench_right is (chat == text)
+        assert is_right_by_aisbench(grade(response, "stop", chat, is_chat=True))
+        assert is_right_by_aisbench(grade(response, "stop", text))
+        assert is_right_by_aisbench(grade(response, "stop", text, is_chat=True)) is (chat == text)
 
 
 def test_the_two_rules_disagree_where_one_is_wrong() -> None:
@@ -218,7 +222,8 @@ def test_the_two_rules_disagree_where_one_is_wrong() -> None:
         (r"\boxed{0.5}", "stop", r"\frac{1}{2}", ("right", False, False)),
     ):
         graded = grade(response, finish_reason, gold)
-        assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == expected
+        assert graded.aisbench is not None
+        assert (graded.verdict, graded.aisbench.is_right, graded.aisbench.raises) == expected
 
 
 def test_plus_minus_inside_an_equation_does_not_raise() -> None:
@@ -312,8 +317,8 @@ def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     ]
     items = load_set(path, "math500").items
     grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, items, strict=True)]
-    counts = Counter((g.verdict, g.aisbench_right, g.aisbench_raises) for g in grades)
-    assert counts == {("right", True, False): 500}
+    counts = Counter((graded.verdict, is_right_by_aisbench(graded)) for graded in grades)
+    assert counts == {("right", True): 500}
     golds = {
         "aime24": "answer",
         "aime25": "answer",

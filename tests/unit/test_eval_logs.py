@@ -69,7 +69,7 @@ def test_aisbench_predictions_are_imported_and_graded_by_both_rules(tmp_path: Pa
     rows = list(read_rows(tmp_path).values())
     assert [row.id for row in rows] == ["0", "1", "2"]
     # 0.5 equals \frac12 by value, but not as a string.
-    verdicts = [(row.verdict, row.aisbench_right) for row in rows]
+    verdicts = [(row.verdict, row.is_right_by_aisbench) for row in rows]
     assert verdicts == [("right", True), ("right", False), ("wrong", False)]
     assert rows[2].reasoning == "<think>four</think>"
     assert rows[1].prompt == ({"role": "user", "content": "1/2 = ?"},)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval.answers.grading import MathGrader
+from eval.answers.grading import AISBench, MathGrader
 from eval.endpoint import Endpoint, Sampling
 from eval.logs.regrade import describe, regrade
 from eval.problems.items import Item
@@ -35,14 +35,12 @@ ROW = Row(
     answer="0.5",
     gold=r"\frac12",
     verdict="wrong",
-    aisbench_answer="0.5",
-    aisbench_right=True,
-    aisbench_raises=False,
     attempts=1,
     seconds=0.1,
     subject=None,
     level=None,
     failure=None,
+    aisbench=AISBench("0.5", True, False),
 )
 
 
@@ -61,22 +59,27 @@ def test_aisbench_ignores_the_thinking_of_a_chat_but_not_of_a_completion() -> No
     chat, completion = (
         regrade_row(replace(row, prompt=prompt), MathGrader()) for prompt in (ROW.prompt, "1/2?")
     )
-    assert (chat.aisbench_answer, chat.aisbench_right) == ("2", True)
-    assert (completion.aisbench_answer, completion.aisbench_right) == ("1", False)
+    assert chat.aisbench == AISBench("2", True, False)
+    assert completion.aisbench == AISBench("1", False, False)
     assert chat.verdict == completion.verdict == "right"
 
 
 def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:
     rows = [
         ROW,  # stored verdicts contradict the rules: exact wrong -> right, aisbench right -> wrong
-        replace(ROW, id="b", finish_reason="length", verdict="right", aisbench_right=False),
+        replace(
+            ROW,
+            id="b",
+            finish_reason="length",
+            verdict="right",
+            aisbench=AISBench("0.5", False, False),
+        ),
         replace(
             ROW,
             id="c",
             response=None,
             verdict="request_failed",
-            aisbench_answer=None,
-            aisbench_right=False,
+            aisbench=None,
             failure="timeout",
         ),
         replace(ROW, id="d", gold="0.5", verdict="right"),
@@ -142,3 +145,17 @@ def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> No
     with pytest.raises(ResultsError, match="holds 1 of 2 responses"):
         regrade(directory)
     assert (directory / "results.jsonl").read_bytes() == before
+
+
+def test_rows_of_an_earlier_version_read_and_get_aisbenchs_verdict_by_regrading(
+    tmp_path: Path,
+) -> None:
+    directory = write_results(tmp_path / "old", [replace(ROW, aisbench=None)])
+    columns = b'"aisbench_answer":"0.5","aisbench_right":true,"aisbench_raises":false'
+    path = directory / "results.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"aisbench":null', columns))
+    assert read_rows(directory)["a", 0] == replace(
+        ROW, prompt=({"role": "user", "content": "a: 1/2?"},), aisbench=None
+    )
+    regrade(directory)
+    assert read_rows(directory)["a", 0].aisbench == AISBench("0.5", False, False)

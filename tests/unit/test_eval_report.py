@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval.answers.grading import MathGrader
+from eval.answers.grading import AISBench, MathGrader
 from eval.endpoint import Sampling
 from eval.report.breakdown import Speed, measure_speed
 from eval.report.compare import ComparisonError, compare, compare_evaluations
@@ -252,8 +252,8 @@ def test_holm_spans_the_groups_of_both_fields() -> None:
 def test_both_graders_and_their_disagreements() -> None:
     before = make_rows(ITEMS, "rrrr wwww")
     after = make_rows(ITEMS, "rrrr rrww")
-    before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
-    after[7] = replace(after[7], aisbench_right=True, aisbench_raises=True)
+    before[0] = replace(before[0], aisbench=AISBench("1.0", False, False))
+    after[7] = replace(after[7], aisbench=AISBench("-1", True, True))
     result = compare_evaluations(
         *(Evaluation.of(settings_of(ITEMS), rows) for rows in (before, after))
     )
@@ -273,7 +273,9 @@ def test_both_graders_and_their_disagreements() -> None:
         "neither": 1,
     }
     assert graders.raises == {"before": 0, "after": 1}
-    assert [(row["side"], row["id"], row["aisbench_right"]) for row in graders.disagreements] == [
+    assert [
+        (row["side"], row["id"], row["aisbench"]["is_right"]) for row in graders.disagreements
+    ] == [
         ("before", "0", False),
         ("after", "7", True),
     ]

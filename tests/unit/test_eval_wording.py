@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from eval.answers.grading import ChoiceGrader, LikelihoodGrader
+from eval.answers.grading import AISBench
 from eval.logs.exported import export_inspect
 from eval.report.compare import compare, compare_evaluations
 from eval.report.report import SAME_MODEL, make_report, notes, render_markdown, verdict
 from eval.report.suite_report import Models, write_suite_report
-from eval.results.rows import Evaluation, load_evaluation
+from eval.results.rows import Evaluation, load_evaluation, read_rows, write_rows
 from eval.results.suite import Member, write_suite
 from eval.results.summary import summarise
 from tests.evaluations import (
@@ -81,7 +81,7 @@ def test_notes_on_missing_log_probs_and_disagreeing_graders() -> None:
         "The server returned no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind
     )
     first, *others = make_rows(ITEMS, "r" * 8)
-    rows = [first, *(replace(row, aisbench_right=False) for row in others)]
+    rows = [first, *(replace(row, aisbench=AISBench("-1", False, False)) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)
     assert has_note(
         "under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after
@@ -133,22 +133,16 @@ def test_the_same_model_is_claimed_only_with_proof(
     assert (SAME_MODEL in write_suite_report(Models(*folders), None, None)["notes"]) is is_same
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_twice"),
-    [
-        ({}, True),
-        ({"grader": "scorer-own/1"}, False),
-        ({"grader": LikelihoodGrader.rule}, False),
-        ({"grader": ChoiceGrader.rule}, False),
-    ],
-)
+@pytest.mark.parametrize("is_twice", [True, False])
 def test_figures_of_aisbench_only_where_its_rule_was_applied(
-    settings: dict[str, Any], is_twice: bool, tmp_path: Path
+    is_twice: bool, tmp_path: Path
 ) -> None:
     sides = [
-        write_results(tmp_path / side, letters, settings=settings)
-        for side, letters in (("b", "rw"), ("a", "tr"))
+        write_results(tmp_path / side, letters) for side, letters in (("b", "rw"), ("a", "tr"))
     ]
+    for side in sides if not is_twice else ():
+        rows = read_rows(side).values()
+        write_rows(side, [replace(row, aisbench=None) for row in rows])
     report = write_report(Models(*sides), None, tmp_path / "report")
     assert (report["graders"] is not None) is is_twice
     texts = [(tmp_path / "report" / name).read_text() for name in ("report.md", "report.html")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from eval.answers.grading import AISBench
 from eval.report import item_pages
 from eval.report.compare import compare_evaluations
 from eval.report.item_pages import PackedItems, pack_items
@@ -91,7 +92,7 @@ def test_long_answers_and_many_disagreements_keep_the_page_small() -> None:
     items = make_items(300)
     rows = make_rows(items, "w" * 300)
     long = [
-        replace(row, aisbench_right=True, aisbench_answer="y" * 20_000, answer="z" * 20_000)
+        replace(row, aisbench=AISBench("y" * 20_000, True, False), answer="z" * 20_000)
         for row in rows
     ]
     before, after = Evaluation.of(settings_of(items), rows), Evaluation.of(settings_of(items), long)
