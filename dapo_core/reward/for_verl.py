@@ -1,6 +1,4 @@
-"""This project's scorers as a verl `custom_reward_function`; light, since verl's processes import
-it.
-"""
+"""This project's scorers as a verl `custom_reward_function`, with light imports."""
 
 from __future__ import annotations
 

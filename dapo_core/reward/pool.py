@@ -105,9 +105,7 @@ class RewardPool:
         return self._processes.pids
 
     def submit(self, key: str, request: ScoreRequest) -> None:
-        """Queue a response; `finished` returns its score with `key`. Raises DataError for an
-        unknown source.
-        """
+        """Queue a response; `finished` returns its score with `key`. May raise DataError."""
         name = (
             None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         )

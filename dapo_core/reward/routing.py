@@ -40,9 +40,7 @@ def routes(entries: Sequence[str] = ()) -> dict[str, str]:
 
 
 def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
-    """Return the name of a data source's scorer; raises DataError listing the known sources and
-    scorers.
-    """
+    """Return the name of a data source's scorer. Raises DataError for an unknown source."""
     if data_source not in table:
         known = f"known are {', '.join(sorted(table))}"
         raise DataError(

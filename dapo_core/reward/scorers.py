@@ -133,9 +133,7 @@ def score_geo3k(response: str, ground_truth: str) -> Score:
 
 
 def has_geo3k_format(response: str) -> bool:
-    r"""True if the response is `<think>...</think>...\boxed{...}...`; linear time, unlike a regular
-    expression.
-    """
+    r"""True if the response is `<think>...</think>...\boxed{...}...`, in linear time."""
     end_of_thinking = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end_of_thinking)
     return (

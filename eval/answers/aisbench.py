@@ -45,9 +45,7 @@ def extract_aisbench(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    """Return (content of the last box, whether AISBench raises on it), or (None, False) without a
-    box.
-    """
+    """Return (content of the last box, whether AISBench raises on it), or (None, False)."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -132,9 +130,7 @@ def strip_latex(text: str) -> str | None:
 
 
 def _full_fractions(text: str) -> str:
-    """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if fewer than two characters
-    follow one.
-    """
+    """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if one is cut off."""
     head, *pieces = text.split("\\frac")
     fixed = [head]
     for piece in pieces:
@@ -149,9 +145,7 @@ def _full_fractions(text: str) -> str:
 
 
 def _plain_fraction(text: str) -> str | None:
-    """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion to an integer
-    raises.
-    """
+    """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion raises."""
     sides = text.split("/")
     if len(sides) != 2:
         return text

@@ -176,9 +176,7 @@ def ordered(points: list[Node]) -> list[Node] | None:
 
 
 def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
-    """Merge intervals into as few as possible, in ascending order; None if their ends cannot be
-    ordered.
-    """
+    """Merge intervals into as few as possible, in order; None if they cannot be ordered."""
     in_order: list[Interval] = []
     for piece in pieces:
         signs = [sign_of_difference(piece.low, other.low) for other in in_order]

@@ -166,9 +166,7 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
 
 
 def _same_point(prediction: Point, gold: Point) -> bool:
-    """Compare in order. `[1, 2]` is an interval, `(1, 2)` an open one or a point; longer ones are
-    points.
-    """
+    """Compare in order. Two items may be an interval, whose brackets count."""
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
     if brackets[0] != brackets[1] and (
@@ -226,9 +224,7 @@ _MIRRORED = str.maketrans("<>≤≥", "><≥≤")
 
 
 def _same_relation(prediction: Relation, gold: Relation) -> bool:
-    """Chains need the same sides, possibly mirrored; single relations may also differ by a constant
-    factor.
-    """
+    """Compare sides, possibly mirrored; a single relation may differ by a constant factor."""
     if len(prediction.sides) != len(gold.sides):
         return False
     mirrored = Relation(

@@ -270,9 +270,7 @@ class _Parser:
         return ("call", "root", self.argument(whole_number=True), index)
 
     def argument(self, whole_number: bool = False) -> Node:
-        """A braced argument; without braces the next digit or primary, or the whole number under a
-        root.
-        """
+        """A braced argument, else the next digit or primary, or the whole number under a root."""
         kind, value = self.peek()
         if kind != "number" or whole_number or len(value) == 1:
             return self.primary()
@@ -282,9 +280,7 @@ class _Parser:
         return ("num", Fraction(value[0]))
 
     def function(self, name: str) -> Node:
-        """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the argument is the
-        product.
-        """
+        """\\sin^2 x, \\log_2 8, \\sin(x) y; \\sin 2x: a bare argument is the product."""
         base: Node | None = None
         power: Node | None = None
         while True:
@@ -331,25 +327,8 @@ class _Parser:
 
 
 _UNREADABLE = frozenset(
-    (
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "iint",
-        "oint",
-        "begin",
-        "end",
-        "forall",
-        "exists",
-        "sup",
-        "inf",
-        "limsup",
-        "liminf",
-        "operatorname",
-        "because",
-        "therefore",
-    )
+    """sum prod int lim iint oint begin end forall exists sup inf limsup liminf operatorname because
+    therefore""".split()
 )
 
 
@@ -401,9 +380,7 @@ def _split_word(word: str) -> list[tuple[str, str]]:
 
 
 def _number_of(text: str) -> Fraction:
-    """Return the exact value of a number in decimal or scientific notation, or of a repeating
-    decimal.
-    """
+    """Return the exact value of a decimal, scientific or repeating number."""
     if len(text) > MAX_DIGITS:
         raise NotReadableError("too many digits")
     repeating = re.fullmatch(r"(\d*)\.(\d*)\s*\\\w+\s*\{\s*(\d+)\s*\}", text)

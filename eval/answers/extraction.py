@@ -99,9 +99,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None. Takes
-    linear time.
-    """
+    """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None."""
     boxes, _ = find_boxes(text)
     return boxes[-1].content if boxes else None
 
@@ -162,18 +160,14 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
 
 
 def _inside(boxes: list[Box], start: int) -> bool:
-    """True if a box that starts here contains one that is already closed: the inner one is the
-    answer.
-    """
+    """True if a box that starts here contains a closed one, which then is the answer."""
     return bool(boxes) and boxes[-1].start > start
 
 
 def boxes_side_by_side(
     boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN
 ) -> list[Box]:
-    """Return the last box with the boxes before it, as long as only a comma, "or" or the like
-    separates them.
-    """
+    """Return the last box and those before it that only a comma, "or" or the like separates."""
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
         gap = text[box.end : run[0].start]
@@ -231,9 +225,7 @@ def _unwrap(line: str) -> str | None:
 
 
 def _readings(sentence: str) -> list[str | None]:
-    """Return the possible answers in a sentence such as "The largest $n$ is 34, since ...", most
-    likely first.
-    """
+    """Return the possible answers in a sentence ("The largest $n$ is 34."), likeliest first."""
     stated = _stated(_REASON.sub("", sentence))
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]

@@ -1,6 +1,4 @@
-"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, and training
-scorers.
-"""
+"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, scorers."""
 
 from __future__ import annotations
 
@@ -305,9 +303,7 @@ def grader_of(rule: str) -> GraderName:
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
-    """Return the comparison for a grading process, with mpmath loaded before the first row's time
-    limit starts.
-    """
+    """Return the comparison for a grading process, with mpmath already loaded."""
     is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
     return lambda found, gold: is_gold_exact(Found(*found), gold)
 
@@ -390,8 +386,6 @@ def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Parse an integer or decimal with optional thousands separators and dollar signs, else return
-    None.
-    """
+    """Parse an integer or decimal with optional separators and dollar signs, else None."""
     match = _PLAIN_NUMBER.fullmatch(text.strip(" $"))
     return Fraction(match.group().replace(",", "").rstrip(".")) if match else None

@@ -24,47 +24,13 @@ MINERVA_REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 MINERVA_REMOVED = (
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-    "\\text{s}",
-    "\\text{.}",
+    *"square ways integers dollars mph inches hours km units \\ldots sue points feet minutes".split(),
+    *"digits cents degrees cm gm pounds meters meals edges students childrentickets".split(),
+    *"multiples \\text{s} \\text{.}".split(),
     "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
+    *"\\text{}^2 \\text{}^3".split(),
     "\\text{\n}",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-    '"',
-    "\\dots",
+    *'\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'.split(),
 )
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -75,28 +41,14 @@ _REMOVED_WORDS = re.compile(
     r"square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees"
     r"|cm|gm|pounds|meters|meals|edges|students|tickets|multiples"
 )
-_REMOVED = (
-    "{,}",
-    "\\left",
-    "\\right",
-    "\\!",
-    "\\,",
-    "\\:",
-    "\\;",
-    "^{\\circ}",
-    "^\\circ",
-    "\\%",
-    "%",
-)
+_REMOVED = tuple("{,} \\left \\right \\! \\, \\: \\; ^{\\circ} ^\\circ \\% %".split())
 _BETWEEN_DOLLARS = re.compile(r".*?\$(.+?)\$.*")
 _BRACES = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline|boxed|fbox)\{|\\[{}]|[{}]")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def answer_line(response: str) -> str | None:
-    """Return the text after the last `Answer:` in the last 300 characters, on the same line or the
-    next.
-    """
+    """Return the last `Answer:` in the last 300 characters, on its line or the next."""
     lines = _ANSWER.findall(response[-WINDOW_CHARACTERS:])
     return lines[-1] if lines else None
 

@@ -38,9 +38,7 @@ class NoValueError(ArithmeticError):
 
 
 def exact_value(node: Node) -> Fraction | None:
-    """Return the value of a tree of rational operations; None for other trees and for values too
-    large.
-    """
+    """Return the value of a tree of rational operations; None if it is none, or too large."""
     try:
         return _exact(node)
     except ArithmeticError:
@@ -124,9 +122,7 @@ def ratio_of(left: Node, right: Node) -> float | None:
 
 
 def sign_of_difference(left: Node, right: Node) -> int | None:
-    """Return -1, 0 or 1 if left is below, equal to or above right; None unless both are real
-    numbers.
-    """
+    """Return the sign of left - right; None unless both are real numbers."""
     if left == right or (left[0] != "inf" and right[0] != "inf" and is_same_value(left, right)):
         return 0
     infinite = [_infinite_sign(node) for node in (left, right)]
@@ -191,9 +187,7 @@ def _tolerance() -> Any:
 def _values_at(
     left: Node, right: Node, names: frozenset[str], point: int, log_base: str
 ) -> tuple[Any, Any] | None:
-    """Evaluate both at a point, as complex numbers. At points with a negative index, variables may
-    be negative.
-    """
+    """Evaluate both at a point, as complex numbers; variables may be negative if it is."""
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:

@@ -41,9 +41,7 @@ class CallTimedOut(CallFailed):
 
 
 class StartFailed(Exception):
-    """A process did not start. `exit_code` is None if it was still running; `failure` is an import
-    traceback.
-    """
+    """A process did not start. `exit_code` is None if it still ran; `failure` is a traceback."""
 
     def __init__(
         self, message: str, exit_code: int | None = None, failure: str | None = None
@@ -54,9 +52,7 @@ class StartFailed(Exception):
 
 
 class Pool:
-    """Processes that run the function returned by calling `maker` ("module:function") with
-    `arguments`.
-    """
+    """Processes that run the function that `maker` ("module:function") returns."""
 
     def __init__(
         self,
@@ -88,9 +84,7 @@ class Pool:
             start.result()
 
     def submit(self, *call: Any) -> Future[Any]:
-        """Submit a call with picklable arguments and a JSON result; it may raise CallFailed or
-        StartFailed.
-        """
+        """Submit a call with picklable arguments and a JSON result; it may raise CallFailed."""
         return self._threads.submit(self._run, call)
 
     def close(self) -> None:
@@ -181,9 +175,7 @@ class _Process:
         return None if popen is None else popen.wait()
 
     def _ended(self) -> int | None:
-        """Return the exit code of a process that closed its pipe, which happens shortly before it
-        ends.
-        """
+        """Return the exit code of a process that closed its pipe and is about to end."""
         if self.popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(END_SECONDS)

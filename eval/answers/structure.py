@@ -147,9 +147,7 @@ _JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
 
 
 def split_top(plain: str) -> tuple[list[str], list[str]]:
-    """Split a list into (answers, joiners), a joiner being "," or "or". Returns one answer if it is
-    not a list.
-    """
+    """Split a list into (answers, joiners), a joiner being "," or "or"."""
     marked = _JOINED_TEXT.sub(
         lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain
     )
@@ -159,9 +157,7 @@ def split_top(plain: str) -> tuple[list[str], list[str]]:
 
 
 def _combined(items: list[Answer], has_or: bool) -> Answer:
-    """Combine answers to a list. Values with different names form a point, intervals joined by "or"
-    a region.
-    """
+    """Make a list; different names form a point, intervals joined by "or" a region."""
     names = [item.name for item in items if isinstance(item, Named)]
     values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
@@ -184,31 +180,8 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     return tuple(flat)
 
 
-NUMBER_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-)
-
-
+NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen
+fourteen fifteen sixteen seventeen eighteen nineteen twenty""".split()
 _DATE = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})")
 
 
@@ -387,9 +360,7 @@ def _read_value(text: str) -> Answer:
 
 
 def expanded(node: Node) -> list[Node]:
-    """Return the two expressions that ± stands for, upper signs first, or the expression if it has
-    none.
-    """
+    """Return the two expressions that ± stands for, upper signs first, or the expression."""
     upper = _with_sign(node, 1)
     return [node] if upper == node else [upper, _with_sign(node, -1)]
 

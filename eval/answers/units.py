@@ -63,56 +63,9 @@ _MAGNITUDES = {
 }
 # A number followed by one of these words is not a number with a unit.
 _MEANINGFUL = frozenset(
-    (
-        "or",
-        "and",
-        "not",
-        "no",
-        "to",
-        "more",
-        "less",
-        "least",
-        "most",
-        "than",
-        "if",
-        "when",
-        "except",
-        "only",
-        "through",
-        "between",
-        "from",
-        "below",
-        "above",
-        "under",
-        "over",
-        "times",
-        "base",
-        "plus",
-        "minus",
-        "per",
-        "cent",
-        "am",
-        "pm",
-        "o'clock",
-        "infinite",
-        "undefined",
-        "does",
-        "none",
-        "all",
-        "real",
-        "where",
-        "with",
-        "for",
-        "every",
-        "is",
-        "are",
-        "any",
-        "unless",
-        "each",
-        "half",
-        "quarter",
-        "third",
-    )
+    """or and not no to more less least most than if when except only through between from below
+    above under over times base plus minus per cent am pm o'clock infinite undefined does none all
+    real where with for every is are any unless each half quarter third""".split()
 )
 # Units written without \text; single letters are variables.
 _PLAIN_UNIT = re.compile(
@@ -137,9 +90,7 @@ _PLAIN_QUOTIENT = re.compile(
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
-    """Split an answer in plain notation into (expression, unit, factor such as 10**6 for
-    "million").
-    """
+    """Split a plain answer into (expression, unit, factor: 10**6 for "million")."""
     text = _PLAIN_QUOTIENT.sub(r' "\1"', _CHINESE.sub("", text))
     unit: list[str] = []
     factor = Fraction(1)
@@ -170,9 +121,7 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
 
 
 def canonical_unit(words: str) -> tuple[str, str] | None:
-    """Return a canonical (unit, power), ("cm", "2") for "square centimeters", or None for other
-    words.
-    """
+    """Return (unit, power), ("cm", "2") for "square centimeters", or None for other words."""
     power = ""
     base = None
     for word in re.sub(r"\^", " ^", words).replace("-", " ").split():
