@@ -4,7 +4,7 @@
 
 The baseline decodes the whole response and applies the rule, like a plain reward function. The
 pool's time includes any processes it starts. Fails if scores differ or the ratio is below the
-required one. Without a model's tokenizer, a byte-level BPE is trained on similar text.
+required one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import DATA_SOURCES, SCORERS, Score
+from tests.tiny_models import tiny_tokenizer
 
 REQUIRED_RATIO = 4.0
 GROUP_SIZE = 16
@@ -50,24 +51,6 @@ def solution(rng: random.Random, num_sentences: int, answer: int) -> str:
     numbers = [{name: rng.randint(1, 999) for name in "abcd"} for _ in range(num_sentences + 1)]
     lines = [rng.choice(SENTENCES).format(**values) for values in numbers[1:]]
     return "\n".join([*lines, rng.choice(ENDS).format(**{**numbers[0], "a": answer})])
-
-
-def trained_tokenizer(rng: random.Random) -> Any:
-    """Train a byte-level BPE tokenizer with 8,000 tokens on similar text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8000,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([solution(rng, 40, 7) for _ in range(500)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def cpu_seconds() -> float:
@@ -110,9 +93,7 @@ def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
 def build_requests(
     tokenizer: Any, rng: random.Random, arguments: argparse.Namespace
 ) -> list[ScoreRequest]:
-    """Build groups of equally long responses that share the ground truth and finish at different
-    times.
-    """
+    """Build responses in groups that share the ground truth, in random order."""
     requests = []
     for position in range(arguments.responses):
         truth = 1 + position // GROUP_SIZE % 999
@@ -127,14 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder with a tokenizer; unset: one is trained here")
+    parser.add_argument("--model", help="folder with a tokenizer; unset: the tests' tiny one")
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--data-source", default="math_dapo", choices=["math_dapo", "openai/gsm8k"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rng = random.Random(0)
-    tokenizer = load_tokenizer(arguments.model) if arguments.model else trained_tokenizer(rng)
+    tokenizer = load_tokenizer(arguments.model) if arguments.model else tiny_tokenizer()
     requests = build_requests(tokenizer, rng, arguments)
     num_tokens = sum(len(request.response_ids) for request in requests) / len(requests)
     print(f"{len(requests)} responses of {num_tokens:.0f} tokens, {arguments.data_source}")

@@ -16,106 +16,9 @@ from dapo_core.errors import DataError
 from dapo_core.reward.scorers import score_choice
 from eval.answers.choice import find_options
 from eval.answers.grading import ChoiceGrader
+from tests.labelled import rows
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Options -> responses that name them.
-FORMS = {
-    "A": (
-        "\\boxed{A}",
-        "$\\boxed{A}$",
-        "\\boxed {A}",
-        "\\boxed{ A }",
-        "\\boxed{\\text{A}}",
-        "\\boxed{\\textbf{A}}",
-        "\\boxed{\\mathrm{\\textbf{A}}}",
-        "\\fbox{A}",
-        "\\boxed{(A)}",
-        "\\boxed{**A**}",
-        "\\boxed{Option A}",
-        "\\boxed{选项A}",
-        "\\boxed{A. 货币市场}",
-        "\\boxed{A: Bonds}",
-        "\\boxed{A.}",
-        "\\boxed{Ａ}",  # full width
-        "\\boxed{A}" + "x" * 400,
-        "Answer: A",
-        "答案：A",
-        "**A**",
-        "(A)",
-    ),
-    "AC": (
-        "\\boxed{AC}",
-        "\\boxed{CA}",
-        "\\boxed{AAC}",
-        "\\boxed{A,C}",
-        "\\boxed{A, C}",
-        "\\boxed{A、C}",
-        "\\boxed{A和C}",
-        "\\boxed{A and C}",
-        "\\boxed{\\text{A 和 C}}",
-        "\\boxed{A}\\boxed{C}",
-        "answer is A, C",
-        "**Answer: A and C**",
-        "正确答案：ＡＣ",
-        "答案是A和C两项",
-        "A, C",
-    ),
-    "ABC": ("\\boxed{C}\\boxed{A}、\\boxed{B}。",),
-    "AB": (
-        "\\boxed{A} or \\boxed{B}",  # hedging counts as both
-        "\\boxed{A" + " " * 30 + "}\\boxed{B}",
-    ),
-    "B": (
-        "\\boxed{A} is tempting, but \\boxed{B}",
-        "不是\\boxed{A}而是\\boxed{B}",
-        "\\boxed{A}\n再想一想，应为 \\boxed{B}",
-        "<think>\\boxed{A}</think>\\boxed{B}",
-        "<answer>A</answer> no, <answer>B</answer>",
-        "\\boxed{A}<answer>\\boxed{B}</answer>\\boxed{C}",
-        "Answer: B. Bonds",
-        "Answer: (B) Bonds",
-        "Answer: \\boxed{B}",
-    ),
-    "C": (
-        "\\boxed{A}</think>\\boxed{B}</think>\\boxed{C}",
-        "The answer is (C)",
-        "Answer: C\nI am sure the answer is good",
-    ),
-    "AD": ("<think>x</think><answer>答案选项为\\boxed{A}、\\boxed{D}。</answer>",),
-    "D": (
-        "**Answer:** **D**",
-        "Answer: C\nAnswer: D",
-    ),
-    "ABD": ("答案选项为A、B、D。",),
-    "BD": ("<think>\\boxed{A}</think>答案：BD",),
-    "G": ("G",),
-    "": (
-        "",
-        "no idea\nat all",
-        "I choose A",
-        "\\boxed{A股}",
-        "答案：A股",
-        "A股上涨",
-        "\\boxed{A bank}",
-        "Answer: A bank lends.",
-        "Answer: A-level",
-        "Answer: Banana",
-        "\\boxed{a}",  # options are capitals
-        "Answer: b",
-        "\\boxed{H}",
-        "\\boxed{AH}",
-        "\\boxed{A1}",
-        "\\boxed{4}",
-        "\\boxed{}",
-        "\\boxed{A}\\boxed{none}",
-        "\\boxed{A",
-        "\\boxed{A} \\boxed{B",  # cut off
-        "A\n\nB",
-        "<think>\\boxed{A}",
-        "\\boxed{A}<answer></answer>",
-        "{{}}}\\}{",
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +35,7 @@ def finance_reward() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "response"), [(name, form) for name, forms in FORMS.items() for form in forms]
+    ("options", "response"), [(row["options"], row["response"]) for row in rows("choices")]
 )
 def test_training_and_evaluation_use_the_same_rule(
     options: str, response: str, finance_reward: Callable[..., dict[str, Any]]

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -15,8 +14,8 @@ from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
 from eval.answers.grading import Grade, grade, parse_number
 from eval.problems.registry import load_set
+from tests.labelled import rows
 
-TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
 # Only predictions may omit a base or brackets, or add an option's text.
 ONE_WAY = {
     "52 | 52_8",
@@ -35,99 +34,50 @@ ONE_WAY = {
 }
 
 
-class Pair(NamedTuple):
-    category: str
-    prediction: str
-    gold: str
-    label: str
-    reason: str
-
-
-def read_table() -> list[Pair]:
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
-    assert lines[0].split("\t") == list(Pair._fields)
-    return [Pair(*line.split("\t")) for line in lines[1:]]
-
-
-def test_the_table_covers_all_kinds_of_answers() -> None:
-    pairs = read_table()
-    assert len(pairs) >= 300
-    assert len({pair.category for pair in pairs}) >= 30
-    assert set(Counter(pair.label for pair in pairs)) == {"0", "1"}
-    assert all(pair.reason for pair in pairs)
-    assert max(Counter((pair.prediction, pair.gold) for pair in pairs).values()) == 1
+def is_right(response: str, gold: str) -> bool:
+    return grade(response, "stop", gold).verdict == "right"
 
 
 @pytest.mark.slow
 def test_every_pair_of_the_table_gets_its_label() -> None:
-    wrong = []
-    for pair in read_table():
-        graded = grade(
-            f"Therefore the answer is $\\boxed{{{pair.prediction}}}$.", "stop", pair.gold
-        )
-        if graded.verdict != ("right" if pair.label == "1" else "wrong"):
-            wrong.append(pair)
-    assert wrong == []
+    pairs = rows("pairs")
+    assert len(pairs) > 500
+    response = "Therefore the answer is $\\boxed{{{}}}$."
+    assert [
+        pair
+        for pair in pairs
+        if is_right(response.format(pair["prediction"]), pair["gold"]) != (pair["label"] == "1")
+    ] == []
 
 
 @pytest.mark.parametrize("exam", ["math-verify", "lm-eval", "evalscope", "AISBench"])
 def test_the_tests_of_other_graders_get_the_verdicts_that_the_evaluation_page_states(
     exam: str,
 ) -> None:
-    lines = TABLE.with_name("exams.tsv").read_text(encoding="utf-8").splitlines()
-    fields = lines[0].split("\t")
-    rows = [dict(zip(fields, line.split("\t"), strict=True)) for line in lines[1:]]
-    rows = [row for row in rows if row["exam"] == exam]
-    assert len(rows) > 50
-    wrong = []
-    for row in rows:
-        graded = grade(row["prediction"].replace("⏎", "\n"), "stop", row["gold"])
-        if (graded.verdict == "right") != (row["label"] == "1"):
-            wrong.append(row)
-    assert wrong == []
-    page = (TABLE.parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    different = [row for row in rows if row["theirs"] != row["label"]]
-    assert f"{len(rows) - len(different)} of {len(rows)} of {exam}'s" in page
-    assert all(row["reason"].replace("|", "\\|") in page for row in different)
+    cases = [row for row in rows("exams") if row["exam"] == exam]
+    assert len(cases) > 50
+    assert [
+        case
+        for case in cases
+        if is_right(case["prediction"], case["gold"]) != (case["label"] == "1")
+    ] == []
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    different = [case for case in cases if case["theirs"] != case["label"]]
+    assert f"{len(cases) - len(different)} of {len(cases)} of {exam}'s" in page
+    assert all(case["reason"].replace("|", "\\|") in page for case in different)
 
 
 def test_equality_is_symmetric_and_reflexive() -> None:
-    pairs = [pair for pair in read_table() if f"{pair.prediction} | {pair.gold}" not in ONE_WAY]
-    assert [p for p in pairs if is_equal_exact(p.gold, p.prediction) != (p.label == "1")] == []
-    assert [p.gold for p in pairs if not is_equal_exact(p.gold, p.gold)] == []
+    pairs = [(row["prediction"], row["gold"], row["label"] == "1") for row in rows("pairs")]
+    pairs = [pair for pair in pairs if f"{pair[0]} | {pair[1]}" not in ONE_WAY]
+    assert [(p, g) for p, g, label in pairs if is_equal_exact(g, p) != label] == []
+    assert [g for _, g, _ in pairs if not is_equal_exact(g, g)] == []
 
 
-def test_different_gold_answers_of_the_table_are_different() -> None:
-    golds = [
-        "42",
-        "1234",
-        r"\frac{1}{2}",
-        r"\sqrt{2}",
-        r"2\sqrt{3}",
-        r"\pi",
-        "(3,4)",
-        "1,-2",
-        r"\{1,2\}",
-        "(0,1)",
-        r"(2,\infty)",
-        r"(0,9)\cup(9,36)",
-        "y=2x+3",
-        r"(a+5)(b+2)",
-        r"\cot x",
-        "6-5i",
-        r"\text{Evelyn}",
-        r"\text{(C)}",
-        r"3:30\text{ PM}",
-        "52_8",
-        r"1 \pm \sqrt{19}",
-        r"\emptyset",
-        r"x \leq 5",
-        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
-        "2^{1009}",
-        "4.5e33",
-        r"15\text{ cm}^2",
-        r"30\%",
-    ]
+def test_gold_answers_of_different_kinds_are_different() -> None:
+    kinds = {row["category"]: row["gold"] for row in rows("pairs")}
+    del kinds["ratios"], kinds["names in front"]  # equal a fraction and a point
+    golds = kinds.values()
     assert [(a, b) for a in golds for b in golds if a != b and is_equal_exact(a, b)] == []
 
 

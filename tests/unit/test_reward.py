@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from dapo_core.reward.scorers import (
 )
 from eval.answers.grading import grade
 from eval.answers.math_dapo import unwrap
-from eval.problems.registry import SETS, load_set
+from eval.problems.registry import SETS
+from tests.labelled import rows
 
 # (response, verdict of this project's rule, verdict of verl's, which reads only the last answer
 # line)
@@ -72,81 +72,11 @@ def test_which_answer_in_the_response_counts(
         assert score.answer == {"right": "19", "wrong": "18", "no_answer": None}[expected]
 
 
-# (answer, ground truth, right by verl's rule, right by this project's rule), each derived by hand.
-VERL_FORMS = [
-    ("34", "34", True, True),
-    ("$34$", "34", True, True),
-    ("34.", "34", False, True),
-    ("$34$.", "34", True, True),
-    ("$34.$", "34", True, True),  # `.$` becomes `$`; text around a formula is dropped
-    ("**34**", "34", False, False),
-    ("034", "34", False, False),
-    ("34.0", "34", False, False),
-    ("1/2", "\\frac{1}{2}", False, False),
-    ("3^2", "9", False, False),  # nothing is computed
-    ("0.5", "\\frac12", False, False),
-    ("3 \\cdot 4", "34", False, False),
-    ("50%", "50", False, True),
-    ("50\\%", "50", False, True),
-    ("12,34", "1234", True, False),
-    ("1,2", "12", True, False),  # commas between digits are dropped
-    ("1,234", "1234", True, True),
-    ("1234 dollars", "\\$1,234", True, True),
-    ("-1,234", "-1234", False, True),
-    ("1,234.5", "1234.5", False, True),  # digits only
-    ("1{,}234", "1234", True, True),
-    ("1,\\!234", "1234", True, True),
-    ("1\\;000", "1000", True, True),
-    ("1\\,000", "1000", False, True),
-    ("1 234", "1234", True, True),
-    ("(1, 2)", "(1,2)", True, True),
-    ("\\left(1,2\\right)", "(1,2)", False, True),
-    ("\\frac12", "\\frac{1}{2}", True, True),
-    ("\\dfrac12", "\\frac{1}{2}", False, True),
-    ("\\dfrac{1}{2}", "\\frac{1}{2}", False, True),
-    ("\\tfrac{1}{2}", "\\frac{1}{2}", False, True),
-    ("\\sqrt2", "\\sqrt{2}", True, True),
-    ("\\sqrt23", "\\sqrt{2}3", True, True),
-    ("x=y=34", "34", True, True),
-    ("$x=34$", "34", True, True),
-    ("34 units", "34", True, True),
-    ("34 degrees", "34", True, True),
-    ("\\$34", "34", True, True),
-    ("34^\\circ", "34", True, True),
-    ("34^{\\circ}", "34", True, True),
-    ("34 kg", "34", False, False),
-    ("34 tickets", "34", False, True),
-    ("34 children tickets", "34", True, False),
-    ("34\\text{ cm}", "34", True, True),
-    ("34\\text{ m}", "34", True, False),
-    ("34\\mathrm{th}", "34", True, False),
-    ("issue 34", "is34", True, False),  # "sue" is dropped
-    ('"34"', "34", True, False),
-    ("34 \\text{and} 35", "34,35", True, False),
-    ("1,2,\\ldots", "1,2,", True, False),
-    ("\\text{even}", "even", True, True),
-    ("\\mbox{even}", "even", True, True),
-    ("\\textbf{even}", "even", True, True),
-    ("\\mathrm{even}", "even", False, True),
-    ("\\overline{AB}", "AB", True, True),
-    ("\\boxed{34}", "34", True, True),
-    ("\\boxed{34}.", "34", False, True),
-    ("\\fbox{34}", "34", False, True),
-    ("\\boxed{\\text{even}}", "even", True, True),
-    ("\\boxed{\\frac{\\sqrt{2}}{2}}", "\\frac{\\sqrt{2}}{2}", True, True),
-    ("an apple", "apple", True, True),
-    ("The value is $34$ here", "34", True, True),
-    ("$1$ or $2$", "1", True, True),
-]
-
-
-@pytest.mark.parametrize(("answer", "truth", "is_right_in_verl", "is_right"), VERL_FORMS)
-def test_math_dapo_matches_verls_rule_exactly_in_compat_mode(
-    answer: str, truth: str, is_right_in_verl: bool, is_right: bool
-) -> None:
-    response = f"So it is.\nAnswer: {answer}"
-    assert VERL_SCORERS["math_dapo"](response, truth).acc == is_right_in_verl
-    assert SCORERS["math_dapo"](response, truth).acc == is_right
+def test_math_dapo_matches_verls_rule_exactly_in_compat_mode() -> None:
+    for row in rows("math_dapo"):  # each derived by hand
+        response = f"So it is.\nAnswer: {row['answer']}"
+        assert VERL_SCORERS["math_dapo"](response, row["gold"]).acc == float(row["verl"]), row
+        assert SCORERS["math_dapo"](response, row["gold"]).acc == float(row["ours"]), row
 
 
 @pytest.mark.parametrize(
@@ -171,24 +101,16 @@ def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> No
     assert overlong_penalty(num_tokens, 100, overlong.model_copy(update={"enabled": False})) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("\\text{a} b", "a b"),
-        ("\\boxed{\\text{\\mathrm{\\textbf{x}}}}", "x"),
-        (
-            "\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}",
-            "\\frac{\\sqrt{\\frac{1}{2}}}{2}",
-        ),  # nested three deep
-        ("\\text{a", "\\text{a"),
-        ("\\text{a}}", "a}"),
-        ("}\\text{{a}", "}\\text{{a}"),
-        ("\\text{\\}a}", "\\}a"),
-        ("\\context{a}", "\\context{a}"),
-    ],
-)
-def test_unwrapping_latex_text_commands(text: str, plain: str) -> None:
-    assert unwrap(text) == plain
+def test_text_commands_are_unwrapped_however_deep_and_unmatched_braces_stay() -> None:
+    for text, plain in {
+        "\\boxed{\\text{\\mathrm{\\textbf{x}}}} b": "x b",
+        "\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}": "\\frac{\\sqrt{\\frac{1}{2}}}{2}",
+        "\\text{a": "\\text{a",
+        "}\\text{{a}": "}\\text{{a}",
+        "\\text{\\}a}}": "\\}a}",
+        "\\context{a}": "\\context{a}",
+    }.items():
+        assert unwrap(text) == plain
 
 
 @pytest.mark.parametrize("name", ["math_dapo", "gsm8k"])
@@ -197,18 +119,12 @@ def test_hostile_input_is_scored_in_linear_time(name: str) -> None:
     assert SCORERS[name].window_characters == 300
     for tail in (
         "\\text{" * 50,
-        "\\boxed{" * 42,
-        "\\text{" * 25 + "}" * 125,
         "{" * 150 + "}" * 150,
         "Answer:" + "$" * 293,
         "Answer: " + "\\text{a{b{c" * 25,
-        "Answer: " + "\\text{{}" * 35,
-        "answer" * 50,
-        "answer" + " " * 294,
         "answer:" + "\n" * 293,
         "Answer: " + "1," * 146,
         "Answer: -" + "1" * 3 + ",111" * 72 + "x",
-        "Answer: " + "\\frac" * 58,
         "#### " * 60,
         "#### -" + "," * 294,
     ):
@@ -413,19 +329,6 @@ if "DAPO_TEST_DATA" in os.environ:
                 for row, truth in zip(rows, truths, strict=True)
             ]
             assert [score.value for score in scores] == [expected] * 1319
-
-    def test_real_math500_answers_are_right_and_altered_ones_wrong() -> None:
-        solutions = [row["solution"] for row in read_rows("math500", "test.jsonl")]
-        golds = [item.gold for item in load_set(DATA / "math500" / "test.jsonl", "math500").items]
-        ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
-        assert [score_math(ending.format(gold), gold).verdict for gold in golds] == ["right"] * 500
-        assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == [
-            "wrong"
-        ] * 500
-        # 22 boxes start more than 300 characters before the end; 2 solutions have another `answer:`
-        # after the box
-        scored = Counter(score_math(*pair).verdict for pair in zip(solutions, golds, strict=True))
-        assert scored == {"right": 476, "no_answer": 22, "wrong": 2}
 
     def test_only_the_right_choice_of_real_geometry3k_problems_scores_one() -> None:
         rows = read_rows("geometry3k", "sample.jsonl")

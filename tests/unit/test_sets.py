@@ -217,14 +217,3 @@ def test_published_and_clean_dapo_math_are_the_same_problems() -> None:
         r["prompt"][0]["content"] for r in rows
     ]  # type: ignore
     json.dumps([p.extra_info for p in published])  # type: ignore[union-attr]
-
-
-def test_the_data_page_lists_the_sets_whose_default_source_is_not_pinned() -> None:
-    page = " ".join((Path(__file__).parents[2] / "docs" / "data.md").read_text().split())
-    listed = page.partition("These are not, so their owners may change the rows: ")[2].partition(
-        " for evaluation"
-    )[0]
-    assert set(listed.replace(" and ", " ").replace(",", "").replace("`", "").split()) == {
-        name for name, known in SETS.items() if "test" in known.unpinned
-    }
-    assert all("train" in known.unpinned for known in SETS.values() if known.train)
