@@ -108,14 +108,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder with a tokenizer; unset: the tests' tiny one")
+    parser.add_argument(
+        "--model", help="folder with a tokenizer; unset: one is trained on similar text"
+    )
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--data-source", default="math_dapo", choices=["math_dapo", "openai/gsm8k"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rng = random.Random(0)
-    tokenizer = load_tokenizer(arguments.model) if arguments.model else tiny_tokenizer()
+    tokenizer = (
+        load_tokenizer(arguments.model)
+        if arguments.model
+        else tiny_tokenizer().train_new_from_iterator(
+            [solution(rng, 40, 7) for _ in range(500)], 8000
+        )
+    )
     requests = build_requests(tokenizer, rng, arguments)
     num_tokens = sum(len(request.response_ids) for request in requests) / len(requests)
     print(f"{len(requests)} responses of {num_tokens:.0f} tokens, {arguments.data_source}")

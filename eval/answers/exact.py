@@ -1,10 +1,9 @@
-"""The exact rule: decides whether two answers mean the same. Runs in the grader's process; takes
-milliseconds.
+"""The exact rule: decides in milliseconds whether two answers mean the same.
 
 Design choices (each has rows in tests/answers/pairs.tsv):
-- a value may be written in any exact form, but not rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
-- lists, sets and unions are unordered; points, vectors and intervals are ordered; 1, 2 is not (1, 2);
-- a unit, name (`x =`) or degree sign may be missing, but if both have one, they must agree; 50 % is 50 or 0.5;
+- a value may be written in any exact form, but not rounded: 0.5 is 1/2, 0.33 is not 1/3;
+- lists, sets and unions are unordered; points, vectors and intervals are ordered;
+- a unit, name or degree sign may be missing, but two must agree; 50 % is 50 or 0.5;
 - the prediction may omit a number's base, since the question states it;
 - an ISO date is not arithmetic and equals only the same day: 2024-01-02 is 2024/01/02, not 2021;
 - a list must have exactly as many answers as the gold one.
@@ -60,17 +59,10 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
         return True
-    if any('"or"' in text for text in plain) and same(
-        read_as_list(plain[0]), read_as_list(plain[1])
-    ):
+    if any('"or"' in text for text in plain) and same(*map(read_as_list, plain)):
         return True
-    if (
-        "," in plain[0]
-        and "," in plain[1]
-        and any(isinstance(answer, Listing) for answer in answers)
-    ):
-        return same(read_ungrouped(prediction), read_ungrouped(gold))
-    return False
+    is_list = any(isinstance(answer, Listing) for answer in answers)
+    return is_list and all("," in text for text in plain) and same(*map(read_ungrouped, plain))
 
 
 def compact(plain: str) -> str:
@@ -93,18 +85,14 @@ def same(prediction: Answer, gold: Answer) -> bool:
         ):
             return same(item, single)
         case (Region(), _) | (_, Region()):
-            predicted, expected = as_region(prediction), as_region(gold)
-            return (
-                predicted is not None and expected is not None and _same_region(predicted, expected)
-            )
+            left, right = as_region(prediction), as_region(gold)
+            return left is not None and right is not None and _same_region(left, right)
         case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
             return _same_vector(matrix, vector)
-        case Listing(
-            items, False
-        ), Point() as point:  # a point without brackets; not if it may be an interval
-            return (point.opening == "=" or not _may_be_interval(point)) and _all_same(
-                items, point.items
-            )
+        case Listing(items, False), Point("=", _, others):
+            return _all_same(items, others)
+        case Listing(items, False), Point() as point:  # a point without brackets
+            return not _may_be_interval(point) and _all_same(items, point.items)
         case Point("=", _, items), Listing(others, False):
             return _all_same(others, items)
     if type(prediction) is not type(gold):
@@ -133,9 +121,8 @@ def _unit_of(value: Value) -> str:
 
 
 def _same_words_answer(prediction: Words, gold: Words) -> bool:
-    return compact(prediction.text) == compact(gold.text) or _same_wording(
-        prediction.text, gold.text
-    )
+    texts = prediction.text, gold.text
+    return compact(texts[0]) == compact(texts[1]) or _same_wording(*texts)
 
 
 def _same_listing(prediction: Listing, gold: Listing) -> bool:
@@ -198,9 +185,8 @@ def _may_be_interval(point: Point) -> bool:
 
 
 def _same_matrix(prediction: Matrix, gold: Matrix) -> bool:
-    return len(prediction.rows) == len(gold.rows) and all(
-        map(_all_same, prediction.rows, gold.rows)
-    )
+    rows = prediction.rows, gold.rows
+    return len(rows[0]) == len(rows[1]) and all(map(_all_same, *rows))
 
 
 def _same_region(prediction: Region, gold: Region) -> bool:
@@ -232,15 +218,11 @@ def _same_relation(prediction: Relation, gold: Relation) -> bool:
         tuple(reversed(prediction.sides)),
     )
     for predicted in (prediction, mirrored):
-        if predicted.operators == gold.operators and all(
-            map(is_same_value, predicted.sides, gold.sides)
-        ):
+        if predicted.operators != gold.operators:
+            continue
+        if all(map(is_same_value, predicted.sides, gold.sides)):
             return True
-        if (
-            len(gold.operators) == 1
-            and predicted.operators == gold.operators
-            and gold.operators[0] != "≡"
-        ):
+        if len(gold.operators) == 1 and gold.operators[0] != "≡":
             ratio = ratio_of(_difference(predicted), _difference(gold))
             if ratio is not None and (ratio > 0 or gold.operators[0] in "=≠"):
                 return True
@@ -252,7 +234,7 @@ def _difference(relation: Relation) -> Node:
 
 
 def _same_named(prediction: Answer, gold: Answer) -> bool:
-    """Named values match if their names match or one is missing, or if both are the same equation."""
+    """Compare values if the names match or one is missing; else compare as equations."""
     match prediction, gold:
         case Named(predicted, value), Named(expected, other) if _same_name(predicted, expected):
             return same(value, other)
@@ -273,14 +255,9 @@ def _same_name(left: str, right: str) -> bool:
     functions = [re.fullmatch(r"[a-zA-Z]'*\([^()]*\)", name) is not None for name in (left, right)]
     if any(functions) and not all(functions) and {"y", "z"} & {left, right}:
         return True
-    short = [re.match(r"\\?[a-zA-Z]+", name) for name in (left, right)]
+    letters = [re.findall(r"^\\?[a-zA-Z]+", name) for name in (left, right)]
     is_indexed = any(re.fullmatch(r"\\?[a-zA-Z]+(_.*|'*\(.*\))", name) for name in (left, right))
-    return (
-        is_indexed
-        and short[0] is not None
-        and short[1] is not None
-        and short[0].group() == short[1].group()
-    )
+    return is_indexed and letters[0] == letters[1]
 
 
 def _as_relation(answer: Answer) -> Relation | None:
@@ -342,7 +319,7 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
     if times[0] is None or times[1] is None:
         return None
-    (seconds, has_half), (expected, gold_has_half) = times[0], times[1]
+    (seconds, has_half), (expected, gold_has_half) = times
     if has_half and not gold_has_half and 3600 <= expected < 13 * 3600:
         return (seconds - expected) % _HALF_DAY == 0
     return seconds == expected
@@ -379,11 +356,8 @@ def _same_base(prediction: str, gold: str) -> bool | None:
         return None
     if predicted is None:
         return texts[0].strip('"') == expected.group(1)
-    bases = [match.group(2) or match.group(3) for match in (predicted, expected)]
-    bases = [
-        str(NUMBER_WORDS.index(base.lower())) if base.lower() in NUMBER_WORDS else base
-        for base in bases
-    ]
+    bases = [(match.group(2) or match.group(3)).lower() for match in (predicted, expected)]
+    bases = [str(NUMBER_WORDS.index(base)) if base in NUMBER_WORDS else base for base in bases]
     return predicted.group(1) == expected.group(1) and bases[0] == bases[1]
 
 

@@ -106,7 +106,7 @@ def is_same_value(left: Node, right: Node) -> bool:
 
 
 def ratio_of(left: Node, right: Node) -> float | None:
-    """Return the constant c != 0 with left = c * right for all values of the variables, else None."""
+    """Return the constant c != 0 with left = c * right for all values, else None."""
     names = variables(left) | variables(right)
     ratios = []
     for point in range(4):
@@ -144,27 +144,17 @@ def _infinite_sign(node: Node) -> int:
 
 
 def _agree(left: Node, right: Node, log_base: str) -> bool:
-    """True if equal at two or more positive points, and at all negative points where both are real."""
+    """True if equal at two positive points or more, and at negative ones where both are real."""
     names = variables(left) | variables(right)
     agreed = 0
-    for point in range(POINTS if names else 1):
+    for point in range(-3 if names else 0, POINTS if names else 1):
         values = _values_at(left, right, names, point, log_base)
-        if values is None:
+        if values is None or (point < 0 and any(abs(value.imag) >= 1e-30 for value in values)):
             continue
         if not _is_close(*values):
             return False
-        agreed += 1
-    if not names:
-        return agreed == 1
-    for point in range(-3, 0):
-        values = _values_at(left, right, names, point, log_base)
-        if (
-            values is not None
-            and all(abs(value.imag) < 1e-30 for value in values)
-            and not _is_close(*values)
-        ):
-            return False
-    return agreed >= 2
+        agreed += point >= 0
+    return agreed >= (2 if names else 1)
 
 
 def _is_close(left: Any, right: Any) -> bool:
@@ -191,18 +181,10 @@ def _values_at(
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:
-        values = (
-            mp.mpc(_value(left, environment, log_base)),
-            mp.mpc(_value(right, environment, log_base)),
-        )
-        return values if mp.isfinite(values[0]) and mp.isfinite(values[1]) else None
-    except (
-        ArithmeticError,
-        ValueError,
-        TypeError,
-        mp.NoConvergence,
-    ):  # a pole, a logarithm of zero
-        return None
+        first, second = (mp.mpc(_value(node, environment, log_base)) for node in (left, right))
+        return (first, second) if mp.isfinite(first) and mp.isfinite(second) else None
+    except (ArithmeticError, ValueError, TypeError, mp.NoConvergence):
+        return None  # a pole, a logarithm of zero
 
 
 @lru_cache(maxsize=4096)
@@ -238,10 +220,8 @@ def _value(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
         case "neg", child:
             return -_value(child, environment, log_base)
         case kind, left, right if kind == "pow" or kind in _OPERATORS:
-            operation = _power if kind == "pow" else _OPERATORS[kind]
-            return operation(
-                _value(left, environment, log_base), _value(right, environment, log_base)
-            )
+            values = (_value(node, environment, log_base) for node in (left, right))
+            return (_power if kind == "pow" else _OPERATORS[kind])(*values)
     raise NoValueError(node[0])  # infinity, or ± inside a relation
 
 
@@ -271,52 +251,27 @@ def _call(name: str, nodes: Sequence[Node], environment: Mapping[str, Any], log_
         raise NoValueError("too large")
     if name in _functions():
         return _functions()[name](*arguments)
+    # An unknown function has an arbitrary value for each set of arguments.
     key = ",".join(mp.nstr(mp.mpc(argument), 30) for argument in arguments)
-    return _coordinate(
-        f"{name}({key})", 0
-    )  # unknown function: an arbitrary value for each set of arguments
+    return _coordinate(f"{name}({key})", 0)
 
 
 def _root(value: Any, index: Any) -> Any:
     mp = _mpmath()
     if value == 0:
         return mp.mpf(0)
-    if (
-        mp.im(value) == 0
-        and mp.re(value) < 0
-        and mp.im(index) == 0
-        and mp.isint(index)
-        and int(index.real) % 2
-    ):
+    is_odd = mp.im(index) == 0 and mp.isint(index) and int(index.real) % 2
+    if is_odd and mp.im(value) == 0 and mp.re(value) < 0:
         return -mp.power(-value, 1 / index)  # the real cube root
     return _power(value, 1 / index)
 
 
 @cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    mp = _mpmath()
-    return {
-        "sin": mp.sin,
-        "cos": mp.cos,
-        "tan": mp.tan,
-        "cot": mp.cot,
-        "sec": mp.sec,
-        "csc": mp.csc,
-        "arcsin": mp.asin,
-        "arccos": mp.acos,
-        "arctan": mp.atan,
-        "arccot": mp.acot,
-        "sinh": mp.sinh,
-        "cosh": mp.cosh,
-        "tanh": mp.tanh,
-        "arcsinh": mp.asinh,
-        "arccosh": mp.acosh,
-        "exp": mp.exp,
-        "ln": mp.log,
-        "lg": mp.log10,
-        "factorial": mp.factorial,
-        "binom": mp.binomial,
-    }
+    names = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh exp factorial".split()}
+    names |= {f"arc{name}": f"a{name}" for name in "sin cos tan cot sinh cosh".split()}
+    names |= {"ln": "log", "lg": "log10", "binom": "binomial"}
+    return {name: getattr(_mpmath(), its_name) for name, its_name in names.items()}
 
 
 @cache
