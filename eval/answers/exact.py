@@ -319,7 +319,7 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
     if times[0] is None or times[1] is None:
         return None
-    (seconds, has_half), (expected, gold_has_half) = times
+    (seconds, has_half), (expected, gold_has_half) = times[0], times[1]
     if has_half and not gold_has_half and 3600 <= expected < 13 * 3600:
         return (seconds - expected) % _HALF_DAY == 0
     return seconds == expected
@@ -338,7 +338,7 @@ def _read_time(text: str) -> tuple[int, bool] | None:
 
 
 def _same_date(prediction: str, gold: str) -> bool | None:
-    """Compare dates; None unless both are one. `2024-01-02` and `2024-02-01` are not differences."""
+    """Compare dates; None unless both are one. `2024-01-02` is not a difference."""
     days = [read_date(re.sub(r'[\s"]', "", plain)) for plain in (prediction, gold)]
     return None if None in days else days[0] == days[1]
 
