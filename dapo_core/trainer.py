@@ -91,7 +91,6 @@ class Trainer:
             Compat.of(config.algorithm),
             config.run.deterministic,
         )
-        self.sampler.while_waiting = self._while_waiting
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
         self.checkpoints = CheckpointWriter(
@@ -196,7 +195,7 @@ class Trainer:
 
     def _draw(self, number: int, timer: PhaseTimer) -> Draw:
         with timer.phase("gen"), self.stop.interruptible(number):
-            draw = self.sampler.draw(number)
+            draw = self.sampler.draw(number, self._while_waiting)
         timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         return draw

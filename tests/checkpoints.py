@@ -59,10 +59,10 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
         step=step,
         policy_version=step * 16,
         prompt_position=123,
-        surplus=[(step, replace(groups[0], rollouts=awkward)), (step - 1, groups[1])],
+        surplus=[replace(groups[0], rollouts=awkward), groups[1]],
         unfinished=[
-            (step, GroupRequest(12, prompt, step - 1, responses, [[(8, 1), (9, 1)], [(9, 1)]])),
-            (step, GroupRequest(13, replace(prompt, index=8), step)),
+            GroupRequest(12, prompt, step - 1, responses, [[(8, 1), (9, 1)], [(9, 1)]]),
+            GroupRequest(13, replace(prompt, index=8), step),
         ],
         kl_coefficient=0.001,
         metrics={"critic/score/mean": -1 / 3, **validated},

@@ -19,11 +19,6 @@ from tests.batches import make_group
 
 RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]
 TOKENS_PER_GROUP = 6  # two responses of three tokens
-ORDERS = [
-    ("stream", "carry_over"),
-    ("finish", "carry_over"),
-    ("finish", "abort"),
-]  # sampler.order, in_flight
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
 

@@ -35,10 +35,8 @@ class TrainerState:
     step: int  # training steps done
     policy_version: int
     prompt_position: int  # prompts taken from the stream
-    surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
-    unfinished: list[
-        tuple[int, GroupRequest]
-    ]  # (step that sampled its oldest token, group to resume)
+    surplus: list[Group]
+    unfinished: list[GroupRequest]  # to resume
     kl_coefficient: float  # of the KL term in the reward
     metrics: dict[str, float]  # of the step, in case a kill kept them out of metrics.jsonl
     identity: dict[str, Any]  # settings and data shared by all attempts of the training
@@ -59,12 +57,12 @@ def state_files(state: TrainerState) -> dict[str, bytes]:
     }
     groups = {
         "surplus": [
-            (step, asdict(replace(group, rollouts=_without_tokens(group.rollouts))))
-            for step, group in state.surplus
+            asdict(replace(group, rollouts=_without_tokens(group.rollouts)))
+            for group in state.surplus
         ],
         "unfinished": [
-            (step, asdict(replace(request, responses=_without_tokens(request.responses))))
-            for step, request in state.unfinished
+            asdict(replace(request, responses=_without_tokens(request.responses)))
+            for request in state.unfinished
         ],
     }
     values = asdict(replace(state, surplus=[], unfinished=[]))
@@ -103,11 +101,11 @@ def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
 
 
 def _responses(
-    surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
+    surplus: Sequence[Group], unfinished: Sequence[GroupRequest]
 ) -> list[Rollout | Response]:
     """Return the responses of all groups in the order of their tokens in the file."""
-    finished = chain.from_iterable(group.rollouts for _, group in surplus)
-    return [*finished, *chain.from_iterable(request.responses for _, request in unfinished)]
+    finished = chain.from_iterable(group.rollouts for group in surplus)
+    return [*finished, *chain.from_iterable(request.responses for request in unfinished)]
 
 
 def _without_tokens(responses: Sequence[Sampled]) -> list[Sampled]:
@@ -136,11 +134,9 @@ def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]
         response.rollout_log_probs[:] = log_probs[start:end].tolist()
 
 
-def _carried(
-    values: dict[str, Any],
-) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:
-    surplus = [(step, _group(group)) for step, group in values["surplus"]]
-    return surplus, [(step, _group_request(request)) for step, request in values["unfinished"]]
+def _carried(values: dict[str, Any]) -> tuple[list[Group], list[GroupRequest]]:
+    surplus = [_group(group) for group in values["surplus"]]
+    return surplus, [_group_request(request) for request in values["unfinished"]]
 
 
 def _group(values: dict[str, Any]) -> Group:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
-
 from dapo_core.config.fields import Section, key, volatile
 
 
@@ -21,15 +19,9 @@ class SamplerConfig(Section):
         "(seq_reward, "
         "seq_final_reward).",
     )
-    order: Literal["stream", "finish"] = key(
-        "stream",
-        "Which groups with signal fill a step: stream: the first in prompt order, whatever their "
-        "length; finish: "
-        "the first to finish, which favours short responses.",
-    )
     gen_prompts: int = key(
         1536,
-        "Maximum prompts in flight or waiting (order=stream), or prompts per draw (order=finish).",
+        "Maximum prompts in flight or waiting for their step; see max_staleness.",
         ge=1,
     )
     max_num_gen_batches: int = key(
@@ -44,17 +36,9 @@ class SamplerConfig(Section):
         "raise",
         "If too few groups have signal: raise an error, train on those found, or skip the step.",
     )
-    in_flight: Literal["abort", "carry_over"] | None = key(
-        None,
-        "Unfinished groups of a full step: abort them, or continue them in the next step. Unset: "
-        "carry_over with "
-        "order=stream, abort with order=finish.",
-    )
     max_staleness: int = key(
         2,
-        "Maximum training steps between sampling a group and training on it. order=stream draws no "
-        "further ahead; "
-        "order=finish drops older groups.",
+        "Maximum training steps between sampling a group and training on it; no more is drawn ahead.",
         ge=0,
         le=64,
     )
@@ -63,14 +47,3 @@ class SamplerConfig(Section):
         "Training fails with a report after this many seconds without a new group with signal.",
         gt=0,
     )
-
-    @model_validator(mode="after")
-    def _stream_order_drops_nothing(self) -> SamplerConfig:
-        if self.order == "stream" and self.in_flight == "abort":
-            raise ValueError(
-                "sampler.in_flight=abort would drop prompts with long responses, but "
-                "sampler.order=stream must "
-                "train on them; unset it, or set sampler.order=finish to train on the groups that "
-                "finish first"
-            )
-        return self

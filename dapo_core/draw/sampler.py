@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dapo_core.config.compat import OURS, Compat
-from dapo_core.draw.account import Draw, Fate, LengthWatch, TokenAccount
-from dapo_core.draw.groups import Group, GroupRequest, GroupSource, Rollout
+from dapo_core.draw.account import Draw, Fate, TokenAccount
+from dapo_core.draw.groups import Group, GroupRequest, GroupSource
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import (
     DrawProgress,
@@ -23,7 +23,6 @@ from dapo_core.draw.report import (
     nothing_to_learn,
     stalled_error,
 )
-from dapo_core.engines.base import Response
 
 if TYPE_CHECKING:
     from dapo_core.config.sampler import SamplerConfig
@@ -36,14 +35,9 @@ class _DrawState:
     """State of a draw in progress."""
 
     step: int
-    account: TokenAccount
     last_signal: float  # time at which the last group with signal finished
-    ready: dict[int, tuple[int, Group]] = field(
-        default_factory=dict
-    )  # with signal, by id, in finishing order
-    dropped: list[Rollout | Response] = field(
-        default_factory=list
-    )  # aborted or stale; could have been trained on
+    account: TokenAccount = field(default_factory=TokenAccount)
+    ready: dict[int, Group] = field(default_factory=dict)  # with signal, by group id
     num_drawn: int = 0  # prompts
     finished_since_signal: int = 0  # groups
     is_skipped: bool = False
@@ -52,14 +46,12 @@ class _DrawState:
 class Sampler:
     """Fills training steps with groups that have signal.
 
-    sampler.order=stream takes the first P = train_prompts of them in prompt order, whatever their
-    length. Later groups, finished or not, carry over into the next step. At most (1 +
-    max_staleness) * P prompts are open at a time, so no group gets older than max_staleness steps.
-    sampler.order=finish takes the first P to finish, which favours short responses.
+    A step takes the first P = train_prompts of them in prompt order, whatever their length. Later
+    groups, finished or not, carry over into the next step. At most (1 + max_staleness) * P prompts
+    are open at a time, so no group gets older than max_staleness steps.
 
-    With `is_deterministic`, a step takes groups in prompt order, and only once none is in flight,
-    so the result does not depend on timing. `while_waiting` is called about once a second and
-    whenever groups finish.
+    With `is_deterministic`, a step is complete only once no group is in flight, so the result does
+    not depend on timing.
     """
 
     def __init__(
@@ -78,29 +70,23 @@ class Sampler:
         self.settings = settings
         self.compat = compat
         self.is_deterministic = is_deterministic
-        self.is_in_prompt_order = settings.order == "stream" or is_deterministic
-        self.carries_over = settings.order == "stream" or settings.in_flight == "carry_over"
         self.clock = clock
-        self.while_waiting: Callable[[], None] = lambda: None
         self.progress = DrawProgress(train_prompts, clock)
-        self.surplus: list[tuple[int, Group]] = []  # (step of its oldest token, group with signal)
-        self.unfinished: list[tuple[int, GroupRequest]] = []  # (step of its oldest token, request)
-        # Groups in flight: group id -> (step of its oldest token, tokens at submission).
-        self._submitted: dict[int, tuple[int, int]] = {}
-        self._watch = LengthWatch()
+        self.surplus: list[Group] = []  # with signal, for later steps
+        self.unfinished: list[GroupRequest] = []
+        self._submitted: dict[int, int] = {}  # groups in flight: tokens at submission, by group id
 
-    def draw(self, step: int) -> Draw:
-        """Return the groups of training step `step`.
+    def draw(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> Draw:
+        """Return the groups of training step `step`; calls `while_waiting` about once a second.
 
         Starts with the surplus and unfinished groups of earlier steps, then draws new prompts. Once
-        the step is full, remaining groups with signal become surplus; unfinished ones carry over or
-        are aborted.
+        the step is full, remaining groups with signal become surplus, and unfinished ones carry over.
 
         Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with
         signal finishes for max_seconds_without_kept; RolloutError if no group finishes at all in
         that time; RewardError if no response could be scored.
         """
-        state = _DrawState(step, TokenAccount(), self.clock())
+        state = _DrawState(step, self.clock())
         self._carry_in(state)
         self.progress.begin(step, len(state.ready))
         while len(self._chosen(state)) < self.train_prompts:
@@ -112,10 +98,9 @@ class Sampler:
                 self._give_up(state)
                 break
             self._record(self.source.finished(), state)
-            self.progress.show(
-                state.account, state.num_drawn, len(state.ready), self._num_open_tokens()
-            )
-            self.while_waiting()
+            num_new_tokens = self.source.num_tokens_in_flight - sum(self._submitted.values())
+            self.progress.show(state.account, state.num_drawn, len(state.ready), num_new_tokens)
+            while_waiting()
             self._check_progress(state)
         self._stop(state)
         if not self.settings.dynamic:  # with dynamic sampling, a full step has scores
@@ -123,107 +108,73 @@ class Sampler:
         return self._finish(state)
 
     def redraw(
-        self,
-        step: int,
-        surplus: Sequence[tuple[int, Group]],
-        unfinished: Sequence[tuple[int, GroupRequest]],
+        self, step: int, surplus: Sequence[Group], unfinished: Sequence[GroupRequest]
     ) -> None:
         """Resample the prompts of these groups in step `step`, discarding their responses."""
-        prompts = {group.group_id: group.prompt for _, group in surplus}
-        prompts |= {request.group_id: request.prompt for _, request in unfinished}
+        prompts = {item.group_id: item.prompt for item in (*surplus, *unfinished)}
         self.unfinished = [
-            (step, GroupRequest(number, prompts[number], step)) for number in sorted(prompts)
+            GroupRequest(number, prompts[number], step) for number in sorted(prompts)
         ]
 
     def _chosen(self, state: _DrawState) -> list[int]:
         """Return the ids of the groups that are certain to be trained on; at most P."""
         if self.is_deterministic and self.source.num_in_flight:
             return []
-        chosen = list(state.ready)
-        if self.is_in_prompt_order:
-            open_ids = [*self._submitted, *(request.group_id for _, request in self.unfinished)]
-            first_open = min(open_ids, default=self.stream.position)
-            chosen = sorted(group_id for group_id in chosen if group_id < first_open)
-        return chosen[: self.train_prompts]
+        open_ids = [*self._submitted, *(request.group_id for request in self.unfinished)]
+        first_open = min(open_ids, default=self.stream.position)
+        return sorted(group_id for group_id in state.ready if group_id < first_open)[
+            : self.train_prompts
+        ]
 
     def _num_to_draw(self, state: _DrawState) -> int:
         """Return the number of prompts to draw now.
 
-        order=stream keeps gen_prompts prompts open (in flight or ready), at least P and at most (1
-        + max_staleness) * P. order=finish draws gen_prompts whenever the open groups cannot fill
-        the step.
+        Keeps gen_prompts prompts open (in flight or ready), at least P and at most
+        (1 + max_staleness) * P.
         """
+        settings = self.settings
         if self.is_deterministic and self.source.num_in_flight:
             return 0
-        settings, num_open = self.settings, len(state.ready) + self.source.num_in_flight
-        if settings.order == "stream":
-            max_open = min(settings.gen_prompts, (1 + settings.max_staleness) * self.train_prompts)
-            num_new = max(max_open, self.train_prompts) - num_open
-        else:
-            num_new = settings.gen_prompts if num_open < self.train_prompts else 0
+        max_open = min(settings.gen_prompts, (1 + settings.max_staleness) * self.train_prompts)
+        num_open = len(state.ready) + self.source.num_in_flight
+        num_new = max(max_open, self.train_prompts) - num_open
         if settings.max_num_gen_batches:
-            num_new = min(
-                num_new, settings.gen_prompts * settings.max_num_gen_batches - state.num_drawn
-            )
+            max_drawn = settings.gen_prompts * settings.max_num_gen_batches
+            num_new = min(num_new, max_drawn - state.num_drawn)
         elif state.finished_since_signal >= max(len(self.stream.prompts), settings.gen_prompts):
             return 0  # no limit on draws, but a whole epoch without signal
         return max(num_new, 0)
 
     def _carry_in(self, state: _DrawState) -> None:
-        account, waiting, unfinished = state.account, self.surplus, self.unfinished
-        self.surplus, self.unfinished = [], []
-        account.carried_in_groups = len(waiting) + len(unfinished)
-        account.carried_in_tokens = sum(group.num_response_tokens for _, group in waiting)
-        account.carried_in_tokens += sum(request.num_response_tokens for _, request in unfinished)
-        oldest = state.step - self.settings.max_staleness if self.settings.order == "finish" else 0
-        for oldest_step, group in waiting:
-            if oldest_step < oldest:
-                account.add("stale", group.rollouts)
-                state.dropped += group.rollouts
-            else:
-                state.ready[group.group_id] = (oldest_step, group)
-        for oldest_step, request in unfinished:
-            if oldest_step < oldest and request.num_response_tokens:
-                account.add("stale", request.responses)
-                state.dropped += request.responses
-            else:
-                self.unfinished.append((oldest_step, request))
+        account = state.account
+        carried = [*self.surplus, *self.unfinished]
+        account.carried_in_groups = len(carried)
+        account.carried_in_tokens = sum(item.num_response_tokens for item in carried)
+        state.ready = {group.group_id: group for group in self.surplus}
+        self.surplus = []
         if len(self._chosen(state)) < self.train_prompts:
-            self._submit_unfinished(state.step)
-
-    def _num_open_tokens(self) -> int:
-        """Return the response tokens of the groups in flight that were sampled in this step."""
-        return self.source.num_tokens_in_flight - sum(
-            num_tokens for _, num_tokens in self._submitted.values()
-        )
-
-    def _submit_unfinished(self, step: int) -> None:
-        continued, self.unfinished = self.unfinished, []
-        for oldest_step, request in continued:
-            num_tokens = request.num_response_tokens
-            self._submitted[request.group_id] = (oldest_step if num_tokens else step, num_tokens)
-        self.source.submit([request for _, request in continued])
+            self._submit(self.unfinished)
+            self.unfinished = []
 
     def _submit_fresh(self, state: _DrawState, count: int) -> None:
         first = self.stream.position
-        prompts = self.stream.take(count)
-        requests = [
-            GroupRequest(first + offset, prompt, state.step)
-            for offset, prompt in enumerate(prompts)
-        ]
-        self._submitted |= {request.group_id: (state.step, 0) for request in requests}
-        self.source.submit(requests)
+        prompts = enumerate(self.stream.take(count), start=first)
+        self._submit([GroupRequest(number, prompt, state.step) for number, prompt in prompts])
         state.num_drawn += count
+
+    def _submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._submitted |= {request.group_id: request.num_response_tokens for request in requests}
+        self.source.submit(requests)
 
     def _record(self, finished: Sequence[Group], state: _DrawState) -> None:
         """Account for finished groups; those with signal become ready."""
         account = state.account
         for group in finished:
-            oldest_step, num_tokens = self._submitted.pop(group.group_id)
-            account.generated_tokens += group.num_response_tokens - num_tokens
+            num_before = self._submitted.pop(group.group_id)
+            account.generated_tokens += group.num_response_tokens - num_before
             account.add_finished(group)
             if self._has_signal(group):
-                state.ready[group.group_id] = (oldest_step, group)
+                state.ready[group.group_id] = group
                 state.last_signal, state.finished_since_signal = self.clock(), 0
             else:
                 account.add(_fate_without_signal(group), group.rollouts)
@@ -238,35 +189,27 @@ class Sampler:
         return len(values) > 1 and min(values) != max(values)
 
     def _stop(self, state: _DrawState) -> None:
-        """Suspend the groups in flight; carry them over to the next step or abort them."""
+        """Suspend the groups in flight; they continue in the next step."""
         account = state.account
         late, requests = self.source.suspend()
         self._record(late, state)
         for request in requests:
-            oldest_step, num_tokens = self._submitted.pop(request.group_id)
-            account.generated_tokens += request.num_response_tokens - num_tokens
-            if self.carries_over:
-                self.unfinished.append((oldest_step, request))
-            else:
-                account.add("aborted", request.responses)
-                state.dropped += request.responses
+            num_before = self._submitted.pop(request.group_id)
+            account.generated_tokens += request.num_response_tokens - num_before
+        self.unfinished += requests
         account.carried_out_groups = len(self.unfinished)
-        account.carried_out_tokens = sum(
-            request.num_response_tokens for _, request in self.unfinished
-        )
+        account.carried_out_tokens = sum(item.num_response_tokens for item in self.unfinished)
 
     def _finish(self, state: _DrawState) -> Draw:
         """Return the step's groups; other ready groups become surplus for the next step."""
         account = state.account
         chosen = [] if state.is_skipped else self._chosen(state)
-        groups = [state.ready.pop(group_id)[1] for group_id in chosen]
-        in_order = sorted(state.ready) if self.is_in_prompt_order else state.ready
-        self.surplus = [state.ready[group_id] for group_id in in_order]
+        groups = [state.ready.pop(group_id) for group_id in chosen]
+        self.surplus = [state.ready[group_id] for group_id in sorted(state.ready)]
         for group in groups:
             account.add("kept", group.rollouts)
-        for _, group in self.surplus:
+        for group in self.surplus:
             account.add("surplus", group.rollouts)
-        self._watch.add_step(groups, state.dropped)
         account.reward_seconds = self.source.take_reward_seconds()
         return Draw(groups, state.num_drawn, account)
 
@@ -286,37 +229,31 @@ class Sampler:
         logger.warning("%s %s (sampler.on_exhausted=%s)%s", reason, action, outcome, later)
 
     def _check_scores(self, account: TokenAccount, num_groups: int) -> None:
-        """Raise RewardError if at least `num_groups` groups finished in this step and no response
-        has a score.
-        """
+        """Raise RewardError if `num_groups` groups finished in this step and no response has a score."""
         if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
             raise no_scores_error(account)
 
     def _check_progress(self, state: _DrawState) -> None:
         """Raise if no group with signal finished for max_seconds_without_kept."""
         seconds = self.clock() - state.last_signal
-        if (
-            seconds > self.settings.max_seconds_without_kept
-            and len(self._chosen(state)) < self.train_prompts
-        ):
+        is_late = seconds > self.settings.max_seconds_without_kept
+        if is_late and len(self._chosen(state)) < self.train_prompts:
             raise stalled_error(
                 seconds, state.step, state.finished_since_signal, self._summary(state)
             )
 
     def _summary(self, state: _DrawState) -> str:
+        source = self.source
         return (
             f"{state.num_drawn} new prompts and the groups carried over gave {len(state.ready)} of "
             f"{self.train_prompts} groups with signal: {finished_groups_message(state.account)}; "
-            f"{self.source.num_in_flight} groups with {self.source.num_tokens_in_flight} response "
-            "tokens are in "
-            "flight."
+            f"{source.num_in_flight} groups with {source.num_tokens_in_flight} response tokens are "
+            "in flight."
         )
 
 
 def _fate_without_signal(group: Group) -> Fate:
-    """Return all_right, all_wrong, or all_equal for other values (equal scores may have different
-    `acc`).
-    """
+    """Return all_right, all_wrong, or all_equal for others: equal scores with different `acc`."""
     accs = group.metric("acc") or [0.0]
     if min(accs) >= 1.0:
         return "all_right"

@@ -33,7 +33,7 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
     """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths,
     staleness.
 
-    Lengths are reported for responses of finished, kept, surplus and aborted groups. Staleness is
+    Lengths are reported for responses of finished, kept and surplus groups. Staleness is
     the number of optimizer steps between the weights that sampled a token and `policy_version`;
     token_ratio is the share of tokens with staleness above 0. Without a finished group there is no
     accuracy.

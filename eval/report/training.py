@@ -10,7 +10,7 @@ from durable import read_json_lines
 from eval.results.rows import ResultsError
 
 Steps = list[dict[str, Any]]  # metrics of each training step, in order
-_GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+_GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 
 
 def read_training_metrics(path: str | Path) -> Steps:

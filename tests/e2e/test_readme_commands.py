@@ -38,7 +38,7 @@ SHORT = {
 }
 START_SECONDS = 180.0
 SIDES = ("before", "after")
-OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 
 
@@ -220,7 +220,6 @@ def test_only_groups_with_signal_are_trained_and_every_token_is_counted(folder: 
         carried_out = line["sampler/carried_out_tokens"]
         assert line["perf/generated_tokens"] + carried_in == counted + carried_out
         carried_in = line["sampler/surplus_tokens"] + carried_out
-        assert line["sampler/aborted_groups"] == line["sampler/stale_groups"] == 0
     assert (
         sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines)
         > 0

@@ -45,7 +45,7 @@ response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,ba
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 rollout_corr/{training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,log_ppl_diff,log_ppl_abs_diff,ppl_ratio}
 rollout_corr/{log_ppl_diff_max,log_ppl_diff_min,kl,k3_kl,chi2_token,chi2_seq}
-sampler/{kept,all_right,all_wrong,all_equal,surplus,stale,aborted,carried_out}_{groups,tokens}
+sampler/{kept,all_right,all_wrong,all_equal,surplus,carried_out}_{groups,tokens}
 sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
 sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
@@ -153,7 +153,7 @@ def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
         assert line["perf/throughput"] == pytest.approx(
             num_tokens / line["timing_s/step"] / 3
         )  # 2 ranks, 1 engine
-        fates = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+        fates = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
         went = sum(line[f"sampler/{fate}_tokens"] for fate in fates)
         assert line["perf/generated_tokens"] + carried_in == went
         carried_in = line["sampler/surplus_tokens"]

@@ -39,11 +39,11 @@ def test_the_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
 def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
     state = make_state(20)
     odd = [math.inf, -math.inf, math.nan]
-    state.surplus[0][1].rollouts[0].rollout_log_probs[:] = odd
+    state.surplus[0].rollouts[0].rollout_log_probs[:] = odd
     read = read_state(
         write_state(tmp_path, replace(state, metrics=dict(zip("abc", odd, strict=True))))
     )
-    for values in (read.surplus[0][1].rollouts[0].rollout_log_probs, list(read.metrics.values())):
+    for values in (read.surplus[0].rollouts[0].rollout_log_probs, list(read.metrics.values())):
         assert values[:2] == odd[:2]
         assert math.isnan(values[2])
 
@@ -78,9 +78,9 @@ def test_an_unreadable_state_is_refused_with_the_fix(
     elif damage == "unknown":
         values["surprise"] = 1
     elif damage == "surplus":
-        values["surplus"][0][1]["rollouts"][0]["surprise"] = 1
+        values["surplus"][0]["rollouts"][0]["surprise"] = 1
     elif damage == "unfinished":
-        del values["unfinished"][0][1]["responses"][0]["finish_reason"]
+        del values["unfinished"][0]["responses"][0]["finish_reason"]
     is_parsed = damage in {"lacking", "unknown", "surplus", "unfinished"}
     (checkpoint / name).write_text(json.dumps(values) if is_parsed else damage, encoding="utf-8")
     if damage == "absent":

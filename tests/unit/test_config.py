@@ -188,10 +188,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"fill "
             r"train\.train_prompts=512",
         ),
-        (
-            "sampler.in_flight=abort",
-            r"sampler\.in_flight=abort would drop .* set sampler\.order=finish",
-        ),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
         ("data.train=[{set: gsm8k, wieght: 2}]", r"has no key wieght; it has set, path, weight, "),

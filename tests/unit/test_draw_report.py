@@ -77,9 +77,8 @@ def test_a_waiting_draw_logs_progress(caplog: pytest.LogCaptureFixture) -> None:
     source = ScriptedSource([[0.0, 0.0]] * 50, burst=0)
     source.tokens_in_flight = 70
     sampler = make_sampler(source, 2, clock=clock, max_seconds_without_kept=25.0)
-    sampler.while_waiting = lambda: setattr(clock, "now", clock.now + 1)
     with pytest.raises((RolloutError, NotEnoughSignal)):
-        sampler.draw(step=1)
+        sampler.draw(step=1, while_waiting=lambda: setattr(clock, "now", clock.now + 1))
     lines = [message for message in caplog.messages if message.startswith("training step 1: ")]
     assert len(lines) == 2
     assert "4 groups drawn, 0 finished, 0 of 2 kept" in lines[0]

@@ -47,7 +47,7 @@ ITEMS = make_items(8)
 #         id: 0123 4567; levels 1 and 2
 BEFORE = "rrwn wtfr"
 AFTER = "rwrr wrrr"
-OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 
 
 def write_metrics(path: Path) -> Path:
@@ -495,7 +495,7 @@ def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
         read_training_metrics(tmp_path / "none.jsonl")
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
-    counts = dict(zip(OUTCOMES, (4, 3, 1, 1, 1, 0, 6), strict=True))
+    counts = dict(zip(OUTCOMES, (4, 3, 2, 1, 6), strict=True))
     steps = with_kept_share(
         [{f"sampler/{outcome}_groups": count for outcome, count in counts.items()}, {"step": 2}]
     )

@@ -16,7 +16,7 @@ from dapo_core.config.algorithm import KLConfig
 from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
-from dapo_core.engines.base import FinishReason, Response
+from dapo_core.engines.base import FinishReason
 from dapo_core.metrics.step import (
     batch_metrics,
     draw_metrics,
@@ -280,13 +280,6 @@ def test_draw_metrics_match_the_account() -> None:
     for name, own in finished.items():
         account.add(name, own)  # type: ignore[arg-type]
         account.add_finished(Group(0, PROMPT, own))
-    account.add(
-        "aborted",
-        [
-            Response("5/0", [7] * 6, [-1.0] * 6, "abort"),
-            Response("5/1", [7] * 4, [-1.0] * 4, "abort"),
-        ],
-    )
     draw = Draw(
         [replace(_groups()[0], rollouts=[replace(finished["kept"][0], versions=[(5, 4), (7, 6)])])],
         6,
@@ -296,23 +289,19 @@ def test_draw_metrics_match_the_account() -> None:
     expected = {
         "sampler/carried_out_groups": 4,
         "sampler/carried_out_tokens": 9,
-        "sampler/waste_ratio": 0.4,  # (10 + 10) / (10 + 10 + 30): surplus is open
+        "sampler/waste_ratio": 0.25,  # 10 / (10 + 30): surplus is open
         "sampler/accuracy": 0.2,  # 1 of 5 finished responses
         "train/num_gen_batches": 1.5,  # 6 / 4
         "perf/generated_tokens": 70,
         "perf/trained_response_tokens": 0,
         "sampler/kept_groups": 1,
         "sampler/kept_tokens": 30,
-        "sampler/aborted_groups": 1,
-        "sampler/aborted_tokens": 10,
-        "sampler/stale_groups": 0,
         "sampler/all_right_tokens": 0,
         "sampler/finished_response_length": 12,  # (10 + 20 + 20 + 3 + 7) / 5
         "sampler/finished_clip_ratio": 0.2,
         "sampler/kept_response_length": 15,
         "sampler/surplus_response_length": 20,
         "sampler/surplus_clip_ratio": 1,
-        "sampler/aborted_response_length": 5,  # so far
         "sampler/staleness/mean": 0.8,  # 4 tokens of 10 are two optimizer steps old
         "sampler/staleness/max": 2,
     }

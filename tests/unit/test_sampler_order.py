@@ -1,4 +1,4 @@
-"""Which groups fill a step in stream and finishing order, over several steps and across a resume."""
+"""Which groups fill a step, over several steps and across a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.draw.sampler import Sampler
 from tests.sources import (
     MIXED,
-    ORDERS,
     PROMPTS,
     RIGHT,
     TOKENS_PER_GROUP,
@@ -34,23 +33,10 @@ def _ids(groups: list[Group]) -> list[int]:
     return [group.group_id for group in groups]
 
 
-@pytest.mark.parametrize(
-    ("order", "kept"),
-    [
-        ("stream", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (
-            "finish",
-            [[1, 2], [5, 6], [8, 9], [12, 13]],
-        ),  # 0 and 4 are dropped, with what was in flight beside them
-    ],
-)
-def test_long_groups_are_trained_in_stream_order_and_dropped_in_finishing_order(
-    order: str, kept: list[list[int]]
-) -> None:
-    sampler = make_sampler(LateSource([MIXED], late={0, 4}, partial_tokens=2), 2, order=order)
+def test_long_groups_are_trained_on_in_prompt_order() -> None:
+    sampler = make_sampler(LateSource([MIXED], late={0, 4}, partial_tokens=2), 2)
     draws = [sampler.draw(step) for step in range(1, 5)]
-    assert [_ids(draw.groups) for draw in draws] == kept
-    assert [draw.account.groups["aborted"] for draw in draws] == [2 * (order == "finish")] * 4
+    assert [_ids(draw.groups) for draw in draws] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.slow
@@ -85,17 +71,9 @@ def test_stream_order_trains_every_group_with_signal_within_max_staleness(
     for step in range(1, 7):
         draw = sampler.draw(step)
         kept += _ids(draw.groups)
-        assert booked(draw).keys().isdisjoint({"stale", "aborted"})
         num_open = len(sampler.surplus) + len(sampler.unfinished)
         assert num_open <= max(gen_prompts - train_prompts, 0)
         assert num_open <= max_staleness * train_prompts
-        waiting = [
-            *sampler.surplus,
-            *((at, one) for at, one in sampler.unfinished if one.num_response_tokens),
-        ]
-        assert all(
-            step < oldest_step + max_staleness or step == oldest_step for oldest_step, _ in waiting
-        )
     with_signal = [
         number for number in range(sampler.stream.position) if script[number % len(script)] == MIXED
     ]
@@ -116,60 +94,27 @@ def test_prompts_are_drawn_up_to_the_open_limit() -> None:
     )  # two for the groups of step 2, and one for 5, which has no signal
 
 
-def test_finishing_order_draws_when_open_groups_cannot_fill_the_step() -> None:
-    for script, num_drawn in (
-        (
-            [WRONG, MIXED, MIXED, MIXED],
-            4,
-        ),  # after the first, three in flight may still fill the step
-        (
-            [WRONG, MIXED, WRONG, MIXED, MIXED],
-            8,
-        ),  # after the third, one in flight and one with signal cannot
-    ):
-        source = ScriptedSource(script, burst=1)
-        sampler = make_sampler(source, train_prompts=3, order="finish")
-        assert sampler.draw(step=1).num_drawn == sampler.stream.position == num_drawn
-        assert source.fresh == list(range(num_drawn))
-
-
-@pytest.mark.parametrize("order", ["stream", "finish"])
-def test_surplus_is_used_before_new_groups(order: str) -> None:
+def test_surplus_is_used_before_new_groups() -> None:
     source = ScriptedSource([MIXED], burst=4)
-    sampler = make_sampler(source, train_prompts=3, order=order)
+    sampler = make_sampler(source, train_prompts=3)
     first = sampler.draw(step=1)
     assert booked(first) == {"kept": 3, "surplus": 1}
-    assert [(oldest_step, group.group_id) for oldest_step, group in sampler.surplus] == [(1, 3)]
+    assert _ids(sampler.surplus) == [3]
     second = sampler.draw(step=2)
     assert _ids(second.groups) == [3, 4, 5]
-    num_drawn = 3 if order == "stream" else 4
-    assert (
-        second.account.generated_tokens == num_drawn * TOKENS_PER_GROUP
-    )  # surplus was generated in step 1
-    assert booked(second) == {"kept": 3, "surplus": num_drawn - 2}
+    assert second.account.generated_tokens == 3 * TOKENS_PER_GROUP  # surplus is of step 1
+    assert booked(second) == {"kept": 3, "surplus": 1}
 
 
-def test_finishing_order_drops_and_counts_stale_surplus() -> None:
-    source = ScriptedSource([MIXED], burst=8)
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=8, max_staleness=2, order="finish")
-    # 6 left after step 1, 4 after step 2, 2 after step 3, which are 3 steps old in step 4
-    draws = [sampler.draw(step) for step in (1, 2, 3, 4)]
-    assert [draw.account.groups["stale"] for draw in draws] == [0, 0, 0, 2]
-    assert [draw.account.tokens["stale"] for draw in draws] == [0, 0, 0, 2 * TOKENS_PER_GROUP]
-    assert [draw.num_drawn for draw in draws] == [8, 0, 0, 8]
-
-
-@pytest.mark.parametrize("order", ["stream", "finish"])
-def test_groups_that_finish_during_suspension_become_surplus(order: str) -> None:
+def test_groups_that_finish_during_suspension_become_surplus() -> None:
     source = ScriptedSource(
         [MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1
     )
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2, order=order)
+    sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2)
     draw = sampler.draw(step=1)
-    rest = {"aborted": 2} if order == "finish" else {}
-    assert booked(draw) == {"kept": 2, "surplus": 1, "all_right": 1, **rest}
-    assert draw.account.carried_out_groups == (2 if order == "stream" else 0)
-    assert [group.group_id for _, group in sampler.surplus] == [2]
+    assert booked(draw) == {"kept": 2, "surplus": 1, "all_right": 1}
+    assert draw.account.carried_out_groups == 2
+    assert _ids(sampler.surplus) == [2]
 
 
 def test_unfinished_groups_resume_before_new_prompts() -> None:
@@ -195,38 +140,9 @@ def test_unfinished_groups_resume_before_new_prompts() -> None:
     assert second.account.tokens["kept"] == 2 * TOKENS_PER_GROUP
 
 
-def test_finishing_order_dates_a_group_by_its_oldest_token() -> None:
-    source = ScriptedSource([MIXED], burst=1, partial_tokens=1)
-    sampler = make_sampler(source, 1, order="finish", in_flight="carry_over")
-    # each step keeps one group; the others begin in step 1 and are two steps old in step 3
-    assert booked(sampler.draw(step=1)) == {"kept": 1}
-    source.burst = 2
-    assert booked(sampler.draw(step=2)) == {"kept": 1, "surplus": 1}
-    third = sampler.draw(step=3)
-    assert booked(third) == {"kept": 1, "stale": 2, "surplus": 1}
-    assert (
-        third.account.tokens["stale"] == TOKENS_PER_GROUP + 2
-    )  # one finished, one has a token of each step
-
-
-def test_a_group_without_a_token_does_not_age() -> None:
-    sampler = make_sampler(
-        ScriptedSource([MIXED], burst=1), 1, order="finish", in_flight="carry_over", max_staleness=0
-    )
-    draws = [sampler.draw(step) for step in (1, 2, 3)]
-    assert [request.step for _, request in sampler.unfinished] == [
-        1
-    ]  # that drew it, though it has no token
-    draws += [sampler.draw(step) for step in (4, 5)]
-    assert [_ids(draw.groups) for draw in draws] == [[0], [1], [2], [3], [4]]
-    assert [draw.num_drawn for draw in draws] == [4, 0, 0, 0, 4]
-    assert all(draw.account.groups["stale"] == 0 for draw in draws)
-
-
-@pytest.mark.parametrize("order", ["stream", "finish"])
-def test_a_step_filled_by_surplus_samples_nothing(order: str) -> None:
+def test_a_step_filled_by_surplus_samples_nothing() -> None:
     source = ScriptedSource([MIXED], burst=3, partial_tokens=2)
-    sampler = make_sampler(source, 1, order=order, in_flight="carry_over", max_staleness=3)
+    sampler = make_sampler(source, 1, max_staleness=3)
     assert booked(sampler.draw(step=1)) == {"kept": 1, "surplus": 2}
     waiting = list(sampler.unfinished)
     second = sampler.draw(step=2)
@@ -236,16 +152,11 @@ def test_a_step_filled_by_surplus_samples_nothing(order: str) -> None:
 
 
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
-@pytest.mark.parametrize("order", ["stream", "finish"])
-def test_draws_are_exhausted_only_after_continued_groups_return(
-    order: str, on_exhausted: str
-) -> None:
+def test_draws_are_exhausted_only_after_continued_groups_return(on_exhausted: str) -> None:
     script = [MIXED, MIXED, WRONG, MIXED, *[WRONG] * 4]
     sampler = make_sampler(
         ScriptedSource(script, burst=1, partial_tokens=1),
         2,
-        order=order,
-        in_flight="carry_over",
         max_num_gen_batches=1,
         on_exhausted=on_exhausted,
     )
@@ -269,17 +180,11 @@ def test_draws_are_exhausted_only_after_continued_groups_return(
     script=SCRIPTS,
     burst=st.integers(1, 9),
     seed=st.integers(0, 1000),
-    order=st.sampled_from(ORDERS),
 )
 def test_deterministic_draws_do_not_depend_on_timing(
-    script: list[list[float]], burst: int, seed: int, order: tuple[str, str]
+    script: list[list[float]], burst: int, seed: int
 ) -> None:
-    values = {
-        "gen_prompts": 5,
-        "on_exhausted": "train_partial",
-        "order": order[0],
-        "in_flight": order[1],
-    }
+    values = {"gen_prompts": 5, "on_exhausted": "train_partial"}
     steady = make_sampler(ScriptedSource(script, burst=1), 3, is_deterministic=True, **values)
     shuffled_source = ScriptedSource(
         script, burst, num_late=1, partial_tokens=1, order=random.Random(seed)
@@ -288,7 +193,7 @@ def test_deterministic_draws_do_not_depend_on_timing(
     for step in range(1, 5):
         expected = steady.draw(step)
         assert shuffled.draw(step) == expected
-        assert expected.account.groups["aborted"] == expected.account.carried_out_groups == 0
+        assert expected.account.carried_out_groups == 0
         assert shuffled.surplus == steady.surplus
 
 
@@ -310,21 +215,15 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
     return read.prompt_position, read.surplus, read.unfinished
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("gen_prompts", "shuffle"),
     [(7, True), (7, False), (3, True), (10, True)],  # 7 prompts: at each epoch's end, and across it
 )
 def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
-    order: tuple[str, str], gen_prompts: int, shuffle: bool, tmp_path: Path
+    gen_prompts: int, shuffle: bool, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:
-        values = {
-            "gen_prompts": gen_prompts,
-            "order": order[0],
-            "in_flight": order[1],
-            "max_staleness": 2,
-        }
+        values = {"gen_prompts": gen_prompts, "max_staleness": 2}
         source = ScriptedSource(
             [WRONG, MIXED, MIXED, RIGHT, MIXED], burst=2, num_late=1, partial_tokens=2
         )

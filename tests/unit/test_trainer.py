@@ -97,9 +97,9 @@ def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coeffi
     state = replace(make_state(20), identity=identity, kl_coefficient=0.25)
     trainer = _trainer(model_path, tmp_path / "new", **sections)
     trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
-    requests = [request for _, request in trainer.sampler.unfinished]
     assert [
-        (request.group_id, request.prompt.index, request.responses) for request in requests
+        (request.group_id, request.prompt.index, request.responses)
+        for request in trainer.sampler.unfinished
     ] == [
         (4, 4, []),
         (9, 9, []),
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_published_while_waiting_for_groups(
             return super().finished()
 
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
-    trainer.sampler.draw(1)
+    trainer.sampler.draw(1, trainer._while_waiting)
     assert named == [
         None,
         None,
@@ -290,7 +290,7 @@ def test_a_stop_request_takes_effect_after_the_step_and_not_after_the_last(
         model_path, tmp_path, train={"total_steps": total_steps}, checkpoint={"save_every": 3}
     )
     trainer.resume(None)
-    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
+    monkeypatch.setattr(trainer.sampler, "draw", lambda *_: Draw([], 1, TokenAccount()))
 
     def ask(step: int, metrics: dict[str, float]) -> None:
         stop.signal = signal.SIGTERM if step == 2 else None
