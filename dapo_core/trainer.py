@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.algorithm.advantage import weigh
-from dapo_core.algorithm.batch import Batch, Measured, build_batch, shuffled
+from dapo_core.algorithm.batch import Batch, TokenStats, build_batch, shuffled
 from dapo_core.algorithm.kl import KLController
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import resume_metrics
@@ -117,16 +117,16 @@ class Trainer:
         if draw.groups:  # empty if on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)
             drawn = build_batch(groups, config.reward.mask_truncated, self.policy_version)
-            batch, measured = self._anchor(drawn, timer)
-            batch, kl_metrics = self._weigh(batch, measured, timer)
-            updates, measured = self._learn(batch, measured, number, timer)
-            require_sampled_alike(measured.log_probs, drawn, config, self.dtypes)
+            batch, stats = self._anchor(drawn, timer)
+            batch, kl_metrics = self._weigh(batch, stats, timer)
+            updates, stats = self._learn(batch, stats, number, timer)
+            require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
             metrics["weight_sync/probe_difference"] = self._publish(
                 batch, updates[-1].policy_version, timer
             )
             metrics |= kl_metrics
-            metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
-            metrics |= training_metrics(groups, batch, measured, updates, config)
+            metrics |= correction_metrics(stats.log_probs, drawn, config.rollout_correction)
+            metrics |= training_metrics(groups, batch, stats, updates, config)
             metrics |= self.utilization.metrics(
                 batch, timer.seconds["update_actor"], config.train.passes
             )
@@ -200,23 +200,23 @@ class Trainer:
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         return draw
 
-    def _anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
+    def _anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, TokenStats | None]:
         self.turns.enter("anchor", timer)
         return self.cluster.policy.anchor(batch, timer)
 
     def _weigh(
-        self, batch: Batch, measured: Measured | None, timer: PhaseTimer
+        self, batch: Batch, stats: TokenStats | None, timer: PhaseTimer
     ) -> tuple[Batch, dict[str, float]]:
         with timer.phase("adv"):
             batch, metrics = self.kl.penalise(batch)
-            return weigh(batch, self.config, measured), metrics
+            return weigh(batch, self.config, stats), metrics
 
     def _learn(
-        self, batch: Batch, measured: Measured | None, number: int, timer: PhaseTimer
-    ) -> tuple[list[Update], Measured]:
+        self, batch: Batch, stats: TokenStats | None, number: int, timer: PhaseTimer
+    ) -> tuple[list[Update], TokenStats]:
         self.turns.enter("update", timer)
         with timer.phase("update_actor"):
-            return self.cluster.policy.learn(batch, measured, number)
+            return self.cluster.policy.learn(batch, stats, number)
 
     def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> float:
         """Send the weights to the engines; returns how far the worst engine is from the policy."""

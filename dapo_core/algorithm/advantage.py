@@ -12,17 +12,17 @@ from dapo_core.algorithm.correction import importance_weights, mask_rollouts
 from dapo_core.config.compat import Compat
 
 if TYPE_CHECKING:
-    from dapo_core.algorithm.batch import Batch, Measured
+    from dapo_core.algorithm.batch import Batch, TokenStats
     from dapo_core.config.algorithm import AlgorithmConfig
     from dapo_core.config.training import TrainingConfig
 
 STD_FLOOR = 1e-6
 
 
-def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None) -> Batch:
+def weigh(batch: Batch, config: TrainingConfig, stats: TokenStats | None = None) -> Batch:
     """Return the batch with advantages, importance weights and the corrected response mask.
 
-    `measured` holds the policy's log-probs before any update; they may differ from the batch's
+    `stats` holds the policy's log-probs before any update; they may differ from the batch's
     anchor. If the batch has no old log-probs, the update computes the correction from its own.
     """
     advantages = group_advantages(
@@ -31,7 +31,7 @@ def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None
     batch = replace(batch, advantages=torch.from_numpy(advantages))
     if batch.old_log_probs is None:
         return batch
-    log_probs = batch.old_log_probs if measured is None else measured.log_probs
+    log_probs = batch.old_log_probs if stats is None else stats.log_probs
     compared = (log_probs, batch.rollout_log_probs, batch.response_mask)
     weights = importance_weights(*compared, batch.is_stale, config.rollout_correction)
     mask = mask_rollouts(*compared, config.rollout_correction)

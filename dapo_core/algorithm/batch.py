@@ -37,7 +37,7 @@ class Batch:
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
     is_stale: torch.Tensor  # [B, R] bool: sampled by an older policy than the step's
     advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
-    # [B, R] float32; None before PolicyGroup.anchor, and if the update measures them itself
+    # [B, R] float32; None before PolicyGroup.anchor, and if the update computes them itself
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = (
         None  # [B, R] float32, of the reference model; None without KL
@@ -157,7 +157,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
     )
 
 
-class Measured(NamedTuple):
+class TokenStats(NamedTuple):
     """Log-probs and entropy under the policy; 0 beyond each response."""
 
     log_probs: torch.Tensor  # [B, R] float32, at the sampling temperature

@@ -92,7 +92,7 @@ class KLController:
             "the policy loads a reference model for KL in the reward"
         )
         assert batch.old_log_probs is not None, (
-            "PolicyGroup.anchor measures them for KL in the reward"
+            "PolicyGroup.anchor computes them for KL in the reward"
         )
         penalties, mean = reward_penalties(
             batch.old_log_probs, batch.ref_log_probs, batch.is_response, self.kl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from dapo_core.algorithm.batch import Measured
+from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Update:
     learning_rate: float
     policy_version: int  # optimizer steps so far, including this one
     rank_tokens: tuple[int, ...] = ()  # prompt+response tokens of each data-parallel rank
-    measured: Measured | None = None  # before the step, from its own forward pass, if requested
+    stats: TokenStats | None = None  # before the step, from its own forward pass, if requested
     fault: Fault | None = None  # cause of a skipped step, if searched for
 
     def log_fault(self, step: int) -> None:

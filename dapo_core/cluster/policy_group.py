@@ -17,7 +17,7 @@ import torch
 
 from dapo_core.algorithm.batch import (
     Batch,
-    Measured,
+    TokenStats,
     RankShare,
     mini_batches,
     random_order,
@@ -53,27 +53,27 @@ class PolicyGroup:
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # per micro-batch
         self.hidden_size = hidden_size  # determines a sequence's cost
 
-    def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
+    def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, TokenStats | None]:
         """Return the batch with old log-probs, and with reference log-probs if KL needs them.
 
-        Also returns the policy's log-probs before any update, or None if the updates measure them:
+        Also returns the policy's log-probs before any update, or None if the updates compute them:
         unless KL in the reward or rollout correction needs them first, this is so if the anchor is
         the engine's log-probs, or if there is a single update, whose own log-probs are the old
         ones.
         """
-        measured, is_engine = None, self.config.algorithm.old_log_probs == "engine"
+        stats, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
             with timer.phase("old_log_prob"):
-                measured = self.log_probs(batch)
-                batch = replace(batch, old_log_probs=measured.log_probs)
+                stats = self.log_probs(batch)
+                batch = replace(batch, old_log_probs=stats.log_probs)
         if is_engine:
             batch = replace(batch, old_log_probs=batch.rollout_log_probs)
         if self.config.algorithm.kl.place != "off":
             with timer.phase("ref"):
                 batch = replace(batch, ref_log_probs=self.ref_log_probs(batch))
-        return batch, measured
+        return batch, stats
 
-    def log_probs(self, batch: Batch, temperature: float | None = None) -> Measured:
+    def log_probs(self, batch: Batch, temperature: float | None = None) -> TokenStats:
         """Return log-probs and entropy at the response tokens, in batch order."""
         shares, indices = self._split(batch)
         calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
@@ -88,11 +88,11 @@ class PolicyGroup:
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def learn(
-        self, batch: Batch, measured: Measured | None, step: int
-    ) -> tuple[list[Update], Measured]:
-        """Run one optimizer step per mini-batch and pass; returns the updates and `measured`.
+        self, batch: Batch, stats: TokenStats | None, step: int
+    ) -> tuple[list[Update], TokenStats]:
+        """Run one optimizer step per mini-batch and pass; returns the updates and `stats`.
 
-        If `measured` is None, the first pass measures it. Old log-probs, advantages and importance
+        If `stats` is None, the first pass computes it. Old log-probs, advantages and importance
         weights stay fixed over all passes.
         """
         train, seed = self.config.train, self.config.run.seed
@@ -101,15 +101,15 @@ class PolicyGroup:
             is_shuffled = number > 0 and train.shuffle_passes
             order = random_order(batch.num_groups, seed, step, number) if is_shuffled else None
             rows = mini_batches(batch, train.mini_prompts, order)
-            measures = measured is None
-            pass_updates = [self.update(batch.select(indices), measures) for indices in rows]
-            parts = [update.measured for update in pass_updates if update.measured is not None]
-            measured = measured or _joined(batch, rows, parts)
-            updates += [replace(update, measured=None) for update in pass_updates]
+            with_stats = stats is None
+            pass_updates = [self.update(batch.select(indices), with_stats) for indices in rows]
+            parts = [update.stats for update in pass_updates if update.stats is not None]
+            stats = stats or _joined(batch, rows, parts)
+            updates += [replace(update, stats=None) for update in pass_updates]
         for update in updates:
             update.log_fault(step)
-        assert measured is not None, "train.passes is at least 1"
-        return updates, measured
+        assert stats is not None, "train.passes is at least 1"
+        return updates, stats
 
     def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
         """Copy the policy's weights to the reference model if algorithm.kl.refresh_every is due.
@@ -122,27 +122,27 @@ class PolicyGroup:
             with timer.phase("ref"):
                 self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
-    def update(self, mini_batch: Batch, measures: bool = False) -> Update:
+    def update(self, mini_batch: Batch, with_stats: bool = False) -> Update:
         """Run one optimizer step on the mini-batch; returns the sums over ranks and, if requested,
         log-probs.
         """
         totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
-        calls = [rank.update.remote(share, totals, measures) for rank, share in self._deal(shares)]
+        calls = [
+            rank.update.remote(share, totals, with_stats) for rank, share in self._deal(shares)
+        ]
         updates: list[Update] = self.actors.get(calls)
         sums = reduce(add, (update.sums for update in updates))
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
         parts = [
-            update.measured
+            update.stats
             for update in updates[:: self.sequence_parallel]
-            if update.measured is not None
+            if update.stats is not None
         ]
-        measured = _joined(mini_batch, indices, parts) if measures else None
+        stats = _joined(mini_batch, indices, parts) if with_stats else None
         faults = [update.fault for update in updates if update.fault is not None]
         first = min(faults, key=lambda fault: fault.order, default=None)
-        return replace(
-            updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured, fault=first
-        )
+        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, stats=stats, fault=first)
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:
@@ -216,9 +216,9 @@ class PolicyGroup:
             yield rank, references[number // self.sequence_parallel]
 
 
-def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[Measured]) -> Measured:
-    """Combine measurements of parts of the batch, given their row indices."""
-    return Measured(
+def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[TokenStats]) -> TokenStats:
+    """Combine the values of parts of the batch, given their row indices."""
+    return TokenStats(
         _rows(batch, indices, [part.log_probs for part in parts]),
         _rows(batch, indices, [part.entropy for part in parts]),
     )

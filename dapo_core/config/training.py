@@ -196,7 +196,7 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _best_is_measured(self) -> TrainingConfig:
+    def _best_needs_validation(self) -> TrainingConfig:
         if self.checkpoint.keep_best and not self.validation.every:
             raise ValueError(
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs validation accuracies, "

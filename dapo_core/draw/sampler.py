@@ -111,7 +111,8 @@ class Sampler:
         self, step: int, surplus: Sequence[Group], unfinished: Sequence[GroupRequest]
     ) -> None:
         """Resample the prompts of these groups in step `step`, discarding their responses."""
-        prompts = {item.group_id: item.prompt for item in (*surplus, *unfinished)}
+        items: list[Group | GroupRequest] = [*surplus, *unfinished]
+        prompts = {item.group_id: item.prompt for item in items}
         self.unfinished = [
             GroupRequest(number, prompts[number], step) for number in sorted(prompts)
         ]
@@ -147,7 +148,7 @@ class Sampler:
 
     def _carry_in(self, state: _DrawState) -> None:
         account = state.account
-        carried = [*self.surplus, *self.unfinished]
+        carried: list[Group | GroupRequest] = [*self.surplus, *self.unfinished]
         account.carried_in_groups = len(carried)
         account.carried_in_tokens = sum(item.num_response_tokens for item in carried)
         state.ready = {group.group_id: group for group in self.surplus}

@@ -15,7 +15,7 @@ from dapo_core.reward.scorers import Verdict
 if TYPE_CHECKING:
     import torch
 
-    from dapo_core.algorithm.batch import Batch, Measured
+    from dapo_core.algorithm.batch import Batch, TokenStats
     from dapo_core.algorithm.update import Update
     from dapo_core.config.algorithm import KLConfig
     from dapo_core.config.training import TrainingConfig
@@ -80,7 +80,7 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
 def training_metrics(
     groups: Sequence[Group],
     batch: Batch,
-    measured: Measured,
+    stats: TokenStats,
     updates: Sequence[Update],
     config: TrainingConfig,
 ) -> dict[str, float]:
@@ -90,7 +90,7 @@ def training_metrics(
     token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
     return {
         **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
-        **batch_metrics(batch, measured.entropy, token_weights),
+        **batch_metrics(batch, stats.entropy, token_weights),
         **update_metrics(updates, config.algorithm.kl),
         **seqlen_metrics(batch.lengths, updates, config.train.passes),
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dapo_core.algorithm.batch import Batch, Measured, RankShare
+from dapo_core.algorithm.batch import Batch, TokenStats, RankShare
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss import LossTokens
 from dapo_core.policy.attention import Packing
@@ -133,7 +133,7 @@ def loss_tokens(
     )
 
 
-class Measuring:
+class StatsBuffer:
     """Collects log-probs and entropy of a rank's share, one micro-batch at a time; 0 until filled
     in.
     """
@@ -141,7 +141,7 @@ class Measuring:
     def __init__(self, share: RankShare) -> None:
         self.share = share
         self.values = torch.zeros(
-            len(Measured._fields), *share.batch.response_mask.shape
+            len(TokenStats._fields), *share.batch.response_mask.shape
         )  # [2, b, R]
 
     def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
@@ -150,12 +150,12 @@ class Measuring:
         """
         indices, micro = self.share.micro_batches[number], self.share.micro_batch(number)
         part = torch.zeros(len(self.values), micro.response_mask.numel())
-        for field, measured in zip(part, values, strict=True):
-            field[row.cells[: len(measured)]] = measured.detach().cpu()
+        for field, stats in zip(part, values, strict=True):
+            field[row.cells[: len(stats)]] = stats.detach().cpu()
         part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
         self.values[:, torch.tensor(indices), : part.shape[2]] = part
 
-    def read(self, group: ProcessGroup | None, device: torch.device) -> Measured:
+    def read(self, group: ProcessGroup | None, device: torch.device) -> TokenStats:
         """Return the whole share's values on every rank of the group: [b, R] float32 each.
         Collective.
         """
@@ -163,4 +163,4 @@ class Measuring:
         if group is not None:  # every rank has its slices of the rows, and 0 elsewhere
             values = values.to(device)
             dist.all_reduce(values, group=group)
-        return Measured(*values.cpu())
+        return TokenStats(*values.cpu())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from dapo_core.algorithm.batch import Measured, RankShare
+from dapo_core.algorithm.batch import TokenStats, RankShare
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.checkpoint.shards import Shards
@@ -31,7 +31,7 @@ from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
 from dapo_core.policy.nan_guard import MAX_SEARCHES, find_fault
 from dapo_core.policy.offload import Offloader
 from dapo_core.policy.optimizer import adamw, learning_rate
-from dapo_core.policy.packing import Measuring, loss_tokens, pack
+from dapo_core.policy.packing import StatsBuffer, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.weights.outbox import Outbox
@@ -102,7 +102,7 @@ class Policy(Profiled):
         self.offloader = Offloader(models, self.optimizer, self.device, self.train)
 
     @record_function("old_log_prob")
-    def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
+    def log_probs(self, share: RankShare, temperature: float | None = None) -> TokenStats:
         """Return log-probs and entropy at the share's response tokens, else 0: [b, R] float32 each.
 
         The temperature defaults to the sampling temperature.
@@ -118,11 +118,11 @@ class Policy(Profiled):
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
     @record_function("update_actor")
-    def update(self, share: RankShare, totals: LossTotals, measures: bool = False) -> Update:
+    def update(self, share: RankShare, totals: LossTotals, with_stats: bool = False) -> Update:
         """Run one optimizer step on a mini-batch; `share` is this rank's part.
 
         If the share has no old log-probs, the forward pass's own are the anchor: in a batch's only
-        step, both are the same. With `measures`, the update includes log-probs and entropy from
+        step, both are the same. With `with_stats`, the update includes log-probs and entropy from
         that pass.
 
         Gradients are summed, not averaged, over ranks and micro-batches, because `totals` holds the
@@ -136,8 +136,8 @@ class Policy(Profiled):
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
         parts: list[LossSums] = []
-        measuring = Measuring(share) if measures else None
-        for loss in self._losses(share, totals, measuring, parts):
+        buffer = StatsBuffer(share) if with_stats else None
+        for loss in self._losses(share, totals, buffer, parts):
             with record_function("backward"):
                 loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
@@ -148,14 +148,14 @@ class Policy(Profiled):
             with record_function("optimizer"):
                 self.optimizer.step()
         self.num_optimizer_steps += 1
-        measured = measuring.read(self.group, self.device.torch_device()) if measuring else None
+        stats = buffer.read(self.group, self.device.torch_device()) if buffer else None
         return Update(
             reduce(add, parts),
             grad_norm,
             is_skipped,
             rate,
             self.num_optimizer_steps,
-            measured=measured,
+            stats=stats,
             fault=self._fault(share, totals) if is_skipped and self._searches_left else None,
         )
 
@@ -248,26 +248,26 @@ class Policy(Profiled):
 
     def _score(
         self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
-    ) -> Measured:
+    ) -> TokenStats:
         """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b,
         R] float32.
         """
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
-        measuring = Measuring(share)
+        buffer = StatsBuffer(share)
         model.eval()
         with torch.no_grad():
             for number in range(len(share.micro_batches)):
                 row = pack(share.micro_batch(number), device, self.group)
-                measuring.add(number, row, model(row, temperature, with_entropy))
+                buffer.add(number, row, model(row, temperature, with_entropy))
         reshard(model)  # without a backward pass, the root stays gathered
-        return measuring.read(self.group, device)
+        return buffer.read(self.group, device)
 
     def _losses(
         self,
         share: RankShare,
         totals: LossTotals,
-        measuring: Measuring | None,
+        buffer: StatsBuffer | None,
         parts: list[LossSums],
     ) -> Iterator[torch.Tensor]:
         """Yield the loss of each micro-batch, for its backward pass; the sums are appended to
@@ -279,7 +279,7 @@ class Policy(Profiled):
             # the float32 model. HSDP copies all-reduce theirs once, after the last.
             self.model.set_requires_all_reduce(number == last)  # type: ignore[operator]
             with record_function("forward"):
-                loss, sums = self._micro_loss(share, number, totals, measuring)
+                loss, sums = self._micro_loss(share, number, totals, buffer)
             parts.append(sums)
             yield loss * torch.distributed.get_world_size()  # FSDP2 averages over ranks
 
@@ -294,18 +294,16 @@ class Policy(Profiled):
         return fault
 
     def _micro_loss(
-        self, share: RankShare, number: int, totals: LossTotals, measuring: Measuring | None
+        self, share: RankShare, number: int, totals: LossTotals, buffer: StatsBuffer | None
     ) -> PolicyLoss:
         """Return the loss of this rank's slice of a micro-batch."""
         device, micro = self.device.torch_device(), share.micro_batch(number)
         row = pack(micro, device, self.group)
         has_bonus = self.algorithm.entropy_coefficient > 0
         with self.device.saving_on_host() if self.train.offload_activations else nullcontext():
-            log_probs, entropy = self.model(
-                row, self.temperature, has_bonus or measuring is not None
-            )
-        if measuring is not None:
-            measuring.add(number, row, (log_probs, entropy))
+            log_probs, entropy = self.model(row, self.temperature, has_bonus or buffer is not None)
+        if buffer is not None:
+            buffer.add(number, row, (log_probs, entropy))
         weights = totals.token_weights(
             micro.response_mask, self.algorithm, share.batch.num_responses
         )

@@ -56,12 +56,12 @@ def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
         split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1)
     )
     policy.update(
-        short, LossTotals.of(short.batch), measures=True
+        short, LossTotals.of(short.batch), with_stats=True
     )  # allocates moments, libraries and threads
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    update = policy.update(long, LossTotals.of(long.batch), measures=True)
+    update = policy.update(long, LossTotals.of(long.batch), with_stats=True)
     return _resident("VmHWM") - before, update
 
 
@@ -92,9 +92,9 @@ def test_an_update_on_22528_tokens_stays_within_the_memory_plan(tmp_path: Path) 
     expected = sum(getattr(planned, part) for part in parts)
     whole_logits, scores = 4 * RESPONSE * MODEL.vocab_size, 4 * (PROMPT + RESPONSE) ** 2
     for peak, update in run_ranks(2, _peak_of_an_update, config):
-        assert update.measured is not None
-        assert update.measured.log_probs.shape == (1, RESPONSE)
-        assert (update.measured.log_probs < 0).all()
+        assert update.stats is not None
+        assert update.stats.log_probs.shape == (1, RESPONSE)
+        assert (update.stats.log_probs < 0).all()
         assert 0.8 * expected < peak < 1.2 * expected
     assert (
         expected < (whole_logits + scores) / 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.algorithm.batch import Batch, Measured, split_batch
+from dapo_core.algorithm.batch import Batch, TokenStats, split_batch
 from dapo_core.algorithm.loss import LossSums, LossTotals
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.cluster.actors import Actors
@@ -97,9 +97,9 @@ def test_the_nan_warning_names_the_step_and_what_to_try(
         Update(sums, 1.0, False, 1e-6, policy_version=13),
         Update(sums, float("nan"), True, 1e-6, policy_version=14, fault=fault),
     ]
-    monkeypatch.setattr(group, "update", lambda mini_batch, measures: done.pop(0))
+    monkeypatch.setattr(group, "update", lambda mini_batch, with_stats: done.pop(0))
     batch = random_batch(4, 2)
-    group.learn(batch, Measured(batch.rollout_log_probs, batch.rollout_log_probs), step=7)
+    group.learn(batch, TokenStats(batch.rollout_log_probs, batch.rollout_log_probs), step=7)
     (said,) = caplog.messages
     assert said.startswith(
         "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite "

@@ -181,25 +181,25 @@ def test_gradients_are_sharded_after_every_micro_batch(models: dict[str, Path]) 
 
 
 def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -> list[Any]:
-    """Return [measured, update, weights] of a step with a separate anchor pass, and of one without."""
+    """Return [stats, update, weights] of a step with a separate anchor pass, and of one without."""
     found = []
     for is_anchored in (True, False):
         policy = Policy(config.model.path or "", config)
         shares, _ = split_batch(batch, config.train.num_data_ranks, max_tokens)
         share = shares[rank // config.train.sequence_parallel]
-        measured = policy.log_probs(share) if is_anchored else None
-        if measured is not None:
-            known = (measured.log_probs, share.batch.rollout_log_probs, share.batch.response_mask)
+        stats = policy.log_probs(share) if is_anchored else None
+        if stats is not None:
+            known = (stats.log_probs, share.batch.rollout_log_probs, share.batch.response_mask)
             weights = importance_weights(*known, share.batch.is_stale, config.rollout_correction)
             anchored = replace(
-                share.batch, old_log_probs=measured.log_probs, importance_weights=weights
+                share.batch, old_log_probs=stats.log_probs, importance_weights=weights
             )
             share = replace(share, batch=anchored)
         update = policy.update(
-            share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored
+            share, LossTotals.of(batch, config.train.num_data_ranks), with_stats=not is_anchored
         )
         weights = sent_weights(policy)
-        found.append([measured or update.measured, replace(update, measured=None), weights])
+        found.append([stats or update.stats, replace(update, stats=None), weights])
     return found
 
 

@@ -62,14 +62,14 @@ def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, A
     shares, _ = split_batch(batch, config.train.num_data_ranks, max_tokens=40)
     share = shares[rank // config.train.sequence_parallel]
     totals = LossTotals.of(batch, config.train.num_data_ranks)
-    updates = [policy.update(share, totals, measures=True)]
+    updates = [policy.update(share, totals, with_stats=True)]
     policy.save(str(folder / config.train.device), asynchronous=False)
     policy.offload([GRADIENTS, OPTIMIZER, WEIGHTS])
     policy.onload([WEIGHTS, OPTIMIZER])
     updates.append(policy.update(share, totals))
     weights = sent_weights(policy)
     return {
-        "before": updates[0].measured,
+        "before": updates[0].stats,
         "norms": torch.tensor([update.grad_norm for update in updates]),
         "after": policy.log_probs(share).log_probs,
         "reference": policy.ref_log_probs(share),

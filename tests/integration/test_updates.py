@@ -56,8 +56,8 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
     with without_ray():
         actor = _Actor(lambda: Policy(config.model.path or "", config))
         group = PolicyGroup([actor], config, Actors(), hidden_size=64)
-        anchored, measured = group.anchor(batch, PhaseTimer())
-        updates, _ = group.learn(anchored, measured, STEP)
+        anchored, stats = group.anchor(batch, PhaseTimer())
+        updates, _ = group.learn(anchored, stats, STEP)
         return {
             "old": anchored.old_log_probs,
             "updates": updates,
