@@ -76,8 +76,7 @@ def train(
         ):
             logger.warning(
                 "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with "
-                "the policy's, so "
-                "tokens sampled by older weights train without importance weights",
+                "the policy's, so tokens sampled by older weights train without importance weights",
                 config.rollout.top_p,
                 config.rollout.top_k,
             )
@@ -148,8 +147,7 @@ def _read_prompts(
         if held_out_path is None:
             raise ConfigError(
                 f"validation.every={config.validation.every} needs a held-out set; pass one with "
-                "--held-out, "
-                "or set validation.every=0"
+                "--held-out, or set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)

@@ -152,10 +152,8 @@ def validate(
         elif (seconds := clock() - last_finished) > max_seconds:
             raise RolloutError(
                 f"no response finished for {seconds:.0f} s of the validation after training step "
-                f"{step}: "
-                f"{len(groups)} of {len(requests)} prompts are done, {source.num_tokens_in_flight} "
-                "response "
-                f"tokens are in flight. {STALL_ADVICE}"
+                f"{step}: {len(groups)} of {len(requests)} prompts are done, "
+                f"{source.num_tokens_in_flight} response tokens are in flight. {STALL_ADVICE}"
             )
     source.take_reward_seconds()  # must not count for the next draw
     return [groups[request.group_id].rollouts for request in requests]
@@ -178,11 +176,9 @@ def validation_metrics(
     every = [rollout for siblings in rollouts for rollout in siblings]
     if not sets:
         raise RewardError(
-            f"the scorer raised or timed out on all {len(every)} responses of the validation after "
-            "training step "
-            f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or "
-            "raise "
-            "reward.timeout_seconds"
+            f"the scorer raised or timed out on all {len(every)} responses of the validation "
+            f"after training step {step}; its first tracebacks are in the log. Fix the file in "
+            "custom_reward.path, or raise reward.timeout_seconds"
         )
     accuracies = [
         np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked

@@ -39,12 +39,10 @@ class Batch:
     advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
     # [B, R] float32; None before PolicyGroup.anchor, and if the update computes them itself
     old_log_probs: torch.Tensor | None = None
-    ref_log_probs: torch.Tensor | None = (
-        None  # [B, R] float32, of the reference model; None without KL
-    )
-    importance_weights: torch.Tensor | None = (
-        None  # [B, R] float32, truncated policy/engine ratios; None when off
-    )
+    # [B, R] float32, of the reference model; None without KL
+    ref_log_probs: torch.Tensor | None = None
+    # [B, R] float32, truncated policy/engine ratios; None when off
+    importance_weights: torch.Tensor | None = None
 
     @property
     def num_responses(self) -> int:
@@ -199,10 +197,8 @@ def split_batch(
     if lengths[longest] > max_tokens:
         raise DataError(
             f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more "
-            "than the "
-            f"{max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
-            "train.sequence_parallel); raise "
-            "train.micro_batch_tokens"
+            f"than the {max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
+            "train.sequence_parallel); raise train.micro_batch_tokens"
         )
     costs = workload(lengths, hidden_size)
     indices = balance_over_ranks(costs, num_data_ranks)

@@ -49,8 +49,7 @@ class Update:
         if self.fault is not None:
             logger.warning(
                 "step %d: the gradient norm is %s, so optimizer step %d is skipped. First "
-                "non-finite number: "
-                "%s. %s",
+                "non-finite number: %s. %s",
                 step,
                 self.grad_norm,
                 self.policy_version,

@@ -25,9 +25,8 @@ from ray.exceptions import (
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 
 PING_SECONDS = 5.0  # of silence before all actors are pinged
-SEARCH_SECONDS = (
-    20.0  # to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
-)
+# to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
+SEARCH_SECONDS = 20.0
 # Ray's errors for an actor whose process is dead or unreachable; training cannot continue after
 # either.
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)

@@ -81,18 +81,16 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             raise ConfigError(
                 f"the Ray cluster at train.ray_address={address} refuses this process: start the "
-                "process with "
-                f"{AUTH_MODE}=token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} "
-                "(docs/security.md)"
+                f"process with {AUTH_MODE}=token and the cluster's token in {AUTH_TOKEN} or "
+                f"{AUTH_TOKEN_PATH} (docs/security.md)"
             ) from error
         raise WorkerDied(
             f"the Ray cluster at train.ray_address={address} does not answer: {error}"
         ) from error
     if os.environ.get(AUTH_MODE, "").lower() != "token":
         logger.warning(
-            "the Ray cluster at %s is used without a token: anyone who can reach its ports can run "
-            "code as its "
-            "user; see docs/security.md to start it with a token",
+            "the Ray cluster at %s is used without a token: anyone who can reach its ports can "
+            "run code as its user; see docs/security.md to start it with a token",
             address,
         )
     try:

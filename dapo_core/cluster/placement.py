@@ -163,8 +163,7 @@ def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float
         if seconds >= max_seconds:
             raise ConfigError(
                 f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): "
-                "lower "
-                "train.num_ranks, rollout.num_workers or the threads, or add nodes"
+                "lower train.num_ranks, rollout.num_workers or the threads, or add nodes"
             )
         logger.info(
             "waiting for Ray resources for %s (%.0f s so far): %s", demand, seconds, resources

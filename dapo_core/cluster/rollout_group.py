@@ -114,7 +114,6 @@ class RolloutGroup:
         except GetTimeoutError:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs "
-                "(try another "
-                "rollout.engine) or an engine step takes longer (raise "
+                "(try another rollout.engine) or an engine step takes longer (raise "
                 "sampler.max_seconds_without_kept)"
             ) from None

@@ -31,8 +31,7 @@ POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 START_RAY = (
     "start one on a list of machines with `dapo cluster up` (docs/clusters.md), or by hand with a "
-    "token "
-    "(docs/security.md), or unset train.ray_address to use only this machine"
+    "token (docs/security.md), or unset train.ray_address to use only this machine"
 )
 NO_RAY = "Could not find any running Ray instance"  # from Ray's message
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS = (
-    20.0  # Ray takes 15 to declare a node dead, and a moment to free its actors' resources
-)
+# Ray takes 15 to declare a node dead, and a moment to free its actors' resources
+SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.5
 MAX_ATTEMPTS = 3
 
@@ -96,11 +95,9 @@ def shrunk(
         return smaller
     raise ConfigError(
         "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for "
-        "the free "
-        f"resources of the remaining nodes, {[dict(node) for node in free]}: "
-        f"{rejection or 'not even one of each fits'}; add nodes and run the same command again, or "
-        "change these "
-        "keys"
+        f"the free resources of the remaining nodes, {[dict(node) for node in free]}: "
+        f"{rejection or 'not even one of each fits'}; add nodes and run the same command again, "
+        "or change these keys"
     )
 
 

@@ -84,8 +84,7 @@ class RolloutCorrectionConfig(Section):
     importance_min: float | None = key(
         None,
         "If set, importance weights are not truncated: ratios outside [importance_min, "
-        "importance_max] get weight "
-        "0 (IcePop).",
+        "importance_max] get weight 0 (IcePop).",
         gt=0,
     )
     importance_normalize: bool = key(
@@ -96,8 +95,7 @@ class RolloutCorrectionConfig(Section):
     mask: Literal["off", "token", "sequence", "product"] = key(
         "off",
         "Mask ratios policy/engine outside [mask_low, mask_high]: token: single tokens; sequence: "
-        "responses, by "
-        "the geometric mean of their ratios; product: responses, by the product.",
+        "responses, by the geometric mean of their ratios; product: responses, by the product.",
     )
     mask_low: float = key(0.5, "Lowest ratio that is not masked.", ge=0)
     mask_high: float = key(2.0, "Highest ratio that is not masked.", gt=0)
@@ -106,8 +104,7 @@ class RolloutCorrectionConfig(Section):
     ] = key(
         "off",
         "Mask by divergence from the engine above divergence_max, estimated as k2 or k3: single "
-        "tokens, or "
-        "responses by the sum, mean or maximum over their tokens.",
+        "tokens, or responses by the sum, mean or maximum over their tokens.",
     )
     divergence_max: float = key(0.01, "Highest divergence that is not masked.", gt=0)
 
@@ -121,8 +118,7 @@ class RolloutCorrectionConfig(Section):
         if self.mask_low >= self.mask_high:
             raise ValueError(
                 f"algorithm.rollout_correction.mask_low={self.mask_low} is not below "
-                f"mask_high={self.mask_high}: "
-                "every token would be masked; swap the two"
+                f"mask_high={self.mask_high}: every token would be masked; swap the two"
             )
         return self
 
@@ -183,8 +179,7 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["policy", "engine"] = key(
         "policy",
         "Denominator of the clipped ratio: the policy's log-probs before the updates, or the "
-        "engine's as sampled, "
-        "which saves a forward pass.",
+        "engine's as sampled, which saves a forward pass.",
     )
     kl: KLConfig = Field(default_factory=KLConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

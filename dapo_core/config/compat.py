@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 class Compat:
     """verl's behaviours; True reproduces verl."""
 
-    signal_by_std: bool = (
-        False  # a group has signal if np.std of its metric is above 0, rounding included
-    )
-    advantages_in_float32: bool = (
-        False  # equal rewards keep rounding noise, a group of one keeps its reward
-    )
+    # a group has signal if np.std of its metric is above 0, rounding included
+    signal_by_std: bool = False
+    # equal rewards keep rounding noise, a group of one keeps its reward
+    advantages_in_float32: bool = False
     token_mean_per_micro_batch: bool = False  # older verl: the mean of micro-batch means
-    overlong_beyond_limit: bool = (
-        False  # the overlong penalty keeps growing beyond the response limit
-    )
+    # the overlong penalty keeps growing beyond the response limit
+    overlong_beyond_limit: bool = False
     stale_is_fresh: bool = False  # tokens of an older policy count as on-policy
     math_dapo_to_the_letter: bool = False  # only `Answer:`, never a box, and verl's normalisation
 

@@ -85,10 +85,10 @@ class RolloutConfig(Section):
         num_parts = self.tensor_parallel * self.pipeline_parallel
         if self.engine == "hf" and (num_parts > 1 or self.engine_args):
             raise ValueError(
-                f"rollout.tensor_parallel={self.tensor_parallel}, rollout.pipeline_parallel="
-                f"{self.pipeline_parallel} and rollout.engine_args={[*self.engine_args]} need "
-                "rollout.engine=vllm; the Hugging Face engine uses one device and takes no "
-                "arguments"
+                f"rollout.tensor_parallel={self.tensor_parallel}, "
+                f"rollout.pipeline_parallel={self.pipeline_parallel} and "
+                f"rollout.engine_args={[*self.engine_args]} need rollout.engine=vllm; the Hugging "
+                "Face engine uses one device and takes no arguments"
             )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(
@@ -105,8 +105,7 @@ class RolloutConfig(Section):
             if name in TEMPLATE_CALL:
                 raise ValueError(
                     f"rollout.chat_template_kwargs.{name} is set by the project; use only "
-                    "arguments that the "
-                    "model's chat template reads, such as enable_thinking"
+                    "arguments that the model's chat template reads, such as enable_thinking"
                 )
         return arguments
 

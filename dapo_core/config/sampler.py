@@ -16,8 +16,7 @@ class SamplerConfig(Section):
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
         "acc",
         "Metric that must differ within a group: accuracy, score, or score with overlong penalty "
-        "(seq_reward, "
-        "seq_final_reward).",
+        "(seq_reward, seq_final_reward).",
     )
     gen_prompts: int = key(
         1536,
@@ -27,8 +26,7 @@ class SamplerConfig(Section):
     max_num_gen_batches: int = key(
         10,
         "Maximum draws of gen_prompts per training step before on_exhausted applies. 0: no limit, "
-        "until a whole "
-        "epoch of groups in a row has no signal.",
+        "until a whole epoch of groups in a row has no signal.",
         ge=0,
         le=1000,
     )

@@ -51,8 +51,7 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant",
         "Learning rate after warm-up: constant, linear decay, cosine decay, or wsd (warm-up, "
-        "stable, then cosine "
-        "decay over the last `decay_ratio` of the steps).",
+        "stable, then cosine decay over the last `decay_ratio` of the steps).",
     )
     schedule_steps: int | None = key(
         None,
@@ -131,8 +130,7 @@ class TrainConfig(Section):
     offload_shards: bool = volatile(
         False,
         "Keep weights, gradients and optimizer state in host memory and run AdamW there; each "
-        "layer is copied to "
-        "the device when it is gathered.",
+        "layer is copied to the device when it is gathered.",
     )
     max_restarts: int = volatile(
         3,
@@ -166,9 +164,8 @@ class TrainConfig(Section):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     nan_guard: bool = volatile(
         True,
-        "When an update is skipped for a non-finite gradient norm, rerun it with hooks and log the "
-        "first module "
-        "that produced a non-finite number. At most 3 times per training.",
+        "When an update is skipped for a non-finite gradient norm, rerun it with hooks and log "
+        "the first module that produced a non-finite number. At most 3 times per training.",
     )
 
     @property
@@ -221,9 +218,8 @@ class TrainConfig(Section):
             steps = "train.total_steps" if self.schedule_steps is None else "train.schedule_steps"
             raise ValueError(
                 f"train.warmup_steps={self.warmup_steps} leaves none of the "
-                f"{self.num_schedule_steps} optimizer "
-                f"steps for the decay of train.schedule={self.schedule}; lower train.warmup_steps "
-                f"or raise {steps}"
+                f"{self.num_schedule_steps} optimizer steps for the decay of "
+                f"train.schedule={self.schedule}; lower train.warmup_steps or raise {steps}"
             )
         return self
 
@@ -232,15 +228,13 @@ class TrainConfig(Section):
         if self.offload_shards and (self.offload_parameters or self.offload_optimizer):
             raise ValueError(
                 "train.offload_shards=true already keeps weights and optimizer state in host "
-                "memory, so "
-                "train.offload_parameters and train.offload_optimizer have nothing to move; remove "
-                "these two"
+                "memory, so train.offload_parameters and train.offload_optimizer have nothing to "
+                "move; remove these two"
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(
-                "train.offload_activations=true with train.gradient_checkpointing=false would copy "
-                "every "
-                "activation and every gathered weight to the host and back; set "
+                "train.offload_activations=true with train.gradient_checkpointing=false would "
+                "copy every activation and every gathered weight to the host and back; set "
                 "train.gradient_checkpointing=true, or train.offload_activations=false"
             )
         return self
@@ -256,8 +250,7 @@ class TrainConfig(Section):
         if max(ranks, default=0) >= self.num_ranks and self.on_lost_node == "wait":
             raise ValueError(
                 f"train.profile.ranks={list(ranks)} names a rank that does not exist: with "
-                "train.num_ranks="
-                f"{self.num_ranks} they are 0 to {self.num_ranks - 1}"
+                f"train.num_ranks={self.num_ranks} they are 0 to {self.num_ranks - 1}"
             )
         return self
 

@@ -49,8 +49,7 @@ class PromptsConfig(Section):
     too_long: Literal["drop", "truncate_left", "error"] = key(
         "error",
         "Training prompts longer than max_prompt_tokens: drop them, keep their last tokens, or "
-        "fail. Held-out "
-        "prompts always fail.",
+        "fail. Held-out prompts always fail.",
     )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
 
@@ -160,11 +159,9 @@ class TrainingConfig(Section):
         if self.train.is_colocated and self.train.num_ranks != self.rollout.num_devices:
             raise ValueError(
                 "train.placement=colocated needs one policy rank and one engine part on each "
-                "device, but "
-                f"train.num_ranks={self.train.num_ranks} and "
-                f"rollout.num_workers={self.rollout.num_workers} "
-                f"engines take {self.rollout.num_devices // self.rollout.num_workers} devices "
-                "each; set "
+                f"device, but train.num_ranks={self.train.num_ranks} and "
+                f"rollout.num_workers={self.rollout.num_workers} engines take "
+                f"{self.rollout.num_devices // self.rollout.num_workers} devices each; set "
                 f"train.num_ranks={self.rollout.num_devices}, change rollout.num_workers, or set "
                 "train.placement=separate"
             )
@@ -176,14 +173,11 @@ class TrainingConfig(Section):
         if num_responses % self.train.num_data_ranks:
             raise ValueError(
                 f"train.mini_prompts={self.train.mini_prompts} x "
-                f"rollout.group_size={self.rollout.group_size} = "
-                f"{num_responses} responses per optimizer step do not divide evenly over "
-                "train.num_ranks="
-                f"{self.train.num_ranks} / train.sequence_parallel={self.train.sequence_parallel} "
-                "= "
+                f"rollout.group_size={self.rollout.group_size} = {num_responses} responses per "
+                f"optimizer step do not divide evenly over train.num_ranks={self.train.num_ranks} "
+                f"/ train.sequence_parallel={self.train.sequence_parallel} = "
                 f"{self.train.num_data_ranks} data-parallel ranks; change train.mini_prompts, "
-                "rollout.group_size "
-                "or train.num_ranks"
+                "rollout.group_size or train.num_ranks"
             )
         max_drawn = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
         if 0 < max_drawn < self.train.train_prompts:
@@ -200,8 +194,7 @@ class TrainingConfig(Section):
         if self.checkpoint.keep_best and not self.validation.every:
             raise ValueError(
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs validation accuracies, "
-                "but "
-                "validation.every=0 disables validation; set validation.every, or "
+                "but validation.every=0 disables validation; set validation.every, or "
                 "checkpoint.keep_best=0"
             )
         return self
@@ -218,8 +211,8 @@ class TrainingConfig(Section):
             if step % every and step != total:
                 raise ValueError(
                     f"{name} lists step {step}, but checkpoint.save_every={every} does not save "
-                    "it; set "
-                    f"checkpoint.save_every={math.gcd(step, every)}, or use multiples of {every}"
+                    f"it; set checkpoint.save_every={math.gcd(step, every)}, or use multiples of "
+                    f"{every}"
                 )
 
     @model_validator(mode="after")
@@ -232,9 +225,8 @@ class TrainingConfig(Section):
         if self.sampler.metric == "seq_final_reward" and self.algorithm.kl.place == "reward":
             raise ValueError(
                 "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every "
-                "group, since KL "
-                "differs between any two responses; it is also unknown until sampling ends. Set "
-                "sampler.metric=seq_reward"
+                "group, since KL differs between any two responses; it is also unknown until "
+                "sampling ends. Set sampler.metric=seq_reward"
             )
         return self
 
@@ -244,14 +236,12 @@ class TrainingConfig(Section):
         if custom.path is not None and self.reward.scorers:
             raise ValueError(
                 f"reward.scorers={list(self.reward.scorers)} would be ignored, because "
-                "custom_reward.path="
-                f"{custom.path} scores every response; remove one of the two"
+                f"custom_reward.path={custom.path} scores every response; remove one of the two"
             )
         if custom.path is None and custom.name != "compute_score":
             raise ValueError(
                 f"custom_reward.name={custom.name} would be ignored without custom_reward.path; "
-                "set the path, or "
-                "remove the name"
+                "set the path, or remove the name"
             )
         return self
 
@@ -261,12 +251,10 @@ class TrainingConfig(Section):
         if kl.controller == "adaptive" and num_responses >= MOST_HORIZONS_PER_STEP * kl.horizon:
             raise ValueError(
                 f"train.train_prompts={self.train.train_prompts} x "
-                f"rollout.group_size={self.rollout.group_size} "
-                f"responses per step are {num_responses / kl.horizon:.1f} times "
-                "algorithm.kl.horizon="
-                f"{kl.horizon:g}; at {MOST_HORIZONS_PER_STEP} times or more the adaptive "
-                "coefficient can become 0 "
-                f"or negative. Raise algorithm.kl.horizon, for instance to {4 * num_responses}"
+                f"rollout.group_size={self.rollout.group_size} responses per step are "
+                f"{num_responses / kl.horizon:.1f} times algorithm.kl.horizon={kl.horizon:g}; at "
+                f"{MOST_HORIZONS_PER_STEP} times or more the adaptive coefficient can become 0 or "
+                f"negative. Raise algorithm.kl.horizon, for instance to {4 * num_responses}"
             )
         return self
 
@@ -277,26 +265,21 @@ class TrainingConfig(Section):
         is_anchor = self.algorithm.old_log_probs == "engine"
         chosen = (
             f"algorithm.rollout_correction (importance={correction.importance}, "
-            f"mask={correction.mask}, "
-            f"divergence={correction.divergence})"
+            f"mask={correction.mask}, divergence={correction.divergence})"
         )
         off = "importance=stale or off, mask=off and divergence=off"
         if is_weighed and is_anchor:
             raise ValueError(
                 f"algorithm.rollout_correction.importance={correction.importance} with "
-                "algorithm.old_log_probs="
-                "engine would correct twice, because the loss ratio is then already policy/engine; "
-                "set importance="
-                "stale or off, or old_log_probs=policy"
+                "algorithm.old_log_probs=engine would correct twice, because the loss ratio is "
+                "then already policy/engine; set importance=stale or off, or old_log_probs=policy"
             )
         if (is_weighed or correction.drops or is_anchor) and not rollout.samples_among_all:
             raise ValueError(
                 f"{'algorithm.old_log_probs=engine' if is_anchor else chosen} with "
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for "
-                "the truncation "
-                "itself: the engine's log-probs cover the remaining tokens, the policy's the whole "
-                "vocabulary; "
-                "set rollout.top_p=1 and rollout.top_k=-1, or "
+                "the truncation itself: the engine's log-probs cover the remaining tokens, the "
+                "policy's the whole vocabulary; set rollout.top_p=1 and rollout.top_k=-1, or "
                 + ("old_log_probs=policy" if is_anchor else off)
             )
         return self
@@ -306,9 +289,8 @@ class TrainingConfig(Section):
         if self.rollout.expert_parallel and self.train.device == "cpu":
             raise ValueError(
                 "rollout.expert_parallel=true with train.device=cpu crashes: vLLM's CPU kernel "
-                "assumes that every "
-                "expert is in its process; set expert_parallel=false, which splits each expert by "
-                "rows instead"
+                "assumes that every expert is in its process; set expert_parallel=false, which "
+                "splits each expert by rows instead"
             )
         return self
 

@@ -45,23 +45,20 @@ class ValidationConfig(Section):
         if self.before_training and not self.every:
             raise ValueError(
                 "validation.before_training=true needs validations to compare with, but "
-                "validation.every=0 "
-                "disables them; set validation.every"
+                "validation.every=0 disables them; set validation.every"
             )
         if self.sampling == "model" or self.temperature > 0:
             return self
         if self.num_samples > 1:
             raise ValueError(
-                f"validation.num_samples={self.num_samples} at temperature 0 would repeat the same "
-                "response "
-                f"{self.num_samples} times; set validation.temperature, such as 1.0, or "
-                "validation.sampling=model"
+                f"validation.num_samples={self.num_samples} at temperature 0 would repeat the "
+                f"same response {self.num_samples} times; set validation.temperature, such as "
+                "1.0, or validation.sampling=model"
             )
         if self.top_p < 1 or self.top_k > 0:
             raise ValueError(
-                f"validation.top_p={self.top_p}, validation.top_k={self.top_k} would be ignored at "
-                "temperature 0; "
-                "set validation.temperature, or remove them"
+                f"validation.top_p={self.top_p}, validation.top_k={self.top_k} would be ignored "
+                "at temperature 0; set validation.temperature, or remove them"
             )
         return self
 
@@ -78,6 +75,6 @@ def require_model_alone(name: str, section: Any) -> None:
     if ignored:
         raise ValueError(
             f"{', '.join(ignored)} would be ignored by {name}.sampling=model, which uses the "
-            "model's values; "
-            f"remove {'it' if len(ignored) == 1 else 'them'}, or set {name}.sampling=settings"
+            f"model's values; remove {'it' if len(ignored) == 1 else 'them'}, or set "
+            f"{name}.sampling=settings"
         )

@@ -108,8 +108,7 @@ def treat_too_long(
         return
     summary = (
         f"{num_long} of {len(lengths)} prompts are longer than "
-        f"data.max_prompt_tokens={max_prompt_tokens} "
-        f"(longest {lengths.max()} tokens)"
+        f"data.max_prompt_tokens={max_prompt_tokens} (longest {lengths.max()} tokens)"
     )
     if too_long == "error" or (num_long == len(lengths) and too_long == "drop"):
         raise DataError(

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALL_ADVICE = (
-    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the number "
-    "is near its "
-    "maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise "
-    "sampler.max_seconds_without_kept or "
-    "lower rollout.max_response_tokens"
+    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the "
+    "number is near its maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise "
+    "sampler.max_seconds_without_kept or lower rollout.max_response_tokens"
 )
 LOG_SECONDS = 10.0
 HINT_GROUPS = 100
@@ -98,8 +96,7 @@ def _hint(account: TokenAccount) -> str:
     if finished.num_cut > finished.num_responses / 2:
         return (
             f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut "
-            "by "
-            "rollout.max_response_tokens: raise it, or use a model that ends its answers"
+            "by rollout.max_response_tokens: raise it, or use a model that ends its answers"
         )
     return (
         f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo "
@@ -116,9 +113,8 @@ def finished_groups_message(account: TokenAccount) -> str:
     num_even = sum(groups[fate] for fate in NO_SIGNAL)
     return (
         f"of {num_finished} finished groups {groups['all_right']} were all right and "
-        f"{groups['all_wrong']} all "
-        f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean "
-        "accuracy "
+        f"{groups['all_wrong']} all wrong, "
+        f"{equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
         f"{account.num_right / max(account.num_finished, 1):.1%})"
     )
 
@@ -132,10 +128,8 @@ def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
         if num_finished and num_even == num_finished and not account.num_unscored:
             return (
                 f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is "
-                "nothing to "
-                f"learn from: this step needs {counted(train_prompts, 'prompt')} with both right "
-                "and "
-                "wrong responses. "
+                f"nothing to learn from: this step needs {counted(train_prompts, 'prompt')} with "
+                "both right and wrong responses. "
             )
     return ""
 
@@ -149,15 +143,13 @@ def exhausted_message(
         bound = ""
         reason += (
             f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} "
-            "prompts: drawing "
-            "more would never end (sampler.max_num_gen_batches=0)."
+            "prompts: drawing more would never end (sampler.max_num_gen_batches=0)."
         )
     if settings.on_exhausted != "raise":
         return reason
     return (
         f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, "
-        "lower "
-        "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
+        "lower train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
     )
 
 
@@ -165,9 +157,8 @@ def no_scores_error(account: TokenAccount) -> RewardError:
     """Return the error for a step in which the scorer failed on every response."""
     return RewardError(
         f"the scorer raised or timed out on all {account.num_finished} responses that finished in "
-        "this step; its "
-        "first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
-        "reward.timeout_seconds"
+        "this step; its first tracebacks are in the log. Fix the file in custom_reward.path, or "
+        "raise reward.timeout_seconds"
     )
 
 
@@ -179,8 +170,7 @@ def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str
     if num_since_signal:
         return NotEnoughSignal(
             f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or "
-            "raise "
-            "sampler.max_seconds_without_kept"
+            "raise sampler.max_seconds_without_kept"
         )
     return RolloutError(
         f"{message} No group finished in this time. {STALL_ADVICE}",

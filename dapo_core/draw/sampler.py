@@ -246,10 +246,10 @@ class Sampler:
     def _summary(self, state: _DrawState) -> str:
         source = self.source
         return (
-            f"{state.num_drawn} new prompts and the groups carried over gave {len(state.ready)} of "
-            f"{self.train_prompts} groups with signal: {finished_groups_message(state.account)}; "
-            f"{source.num_in_flight} groups with {source.num_tokens_in_flight} response tokens are "
-            "in flight."
+            f"{state.num_drawn} new prompts and the groups carried over gave {len(state.ready)} "
+            f"of {self.train_prompts} groups with signal: "
+            f"{finished_groups_message(state.account)}; {source.num_in_flight} groups with "
+            f"{source.num_tokens_in_flight} response tokens are in flight."
         )
 
 

@@ -280,9 +280,8 @@ def _render(
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
         raise DataError(
             f"the model's chat template rejects messages with these roles ({'; '.join(roles)}): "
-            f"{error}. Change "
-            "the prompts or data.system_prompt, or set model.chat_template to a template that "
-            "accepts them"
+            f"{error}. Change the prompts or data.system_prompt, or set model.chat_template to a "
+            "template that accepts them"
         ) from None
 
 

@@ -61,9 +61,8 @@ class EngineSettings:
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: (
-        float  # temperature, top_p and top_k are the defaults for requests without `sampling`
-    )
+    # temperature, top_p and top_k are the defaults for requests without `sampling`
+    temperature: float
     top_p: float
     top_k: int  # -1: all
     memory_bytes: int  # KV cache on a CPU
@@ -72,9 +71,8 @@ class EngineSettings:
     trust_remote_code: bool = False  # run Python files of the model folder
     tensor_parallel: int = 1  # processes, one per device, that share each layer
     pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
-    expert_parallel: bool = (
-        False  # distribute whole experts over processes instead of splitting each
-    )
+    # distribute whole experts over processes instead of splitting each
+    expert_parallel: bool = False
     engine_args: Mapping[str, Any] = field(
         default_factory=dict
     )  # additional arguments of vLLM's EngineArgs
@@ -97,9 +95,8 @@ class EnginePart:
     """
 
     rank: int  # 0 belongs to the owner
-    address: (
-        str  # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
-    )
+    # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
+    address: str
 
 
 @dataclass
@@ -289,14 +286,12 @@ def check_weights(
         if name not in shapes:
             raise RolloutError(
                 f"the engine's model has no tensor {name}; trainer and engine must use the same "
-                "architecture "
-                "(model.path)"
+                "architecture (model.path)"
             )
         if tuple(tensor.shape) != shapes[name]:
             raise RolloutError(
                 f"{name} has shape {tuple(tensor.shape)}, but the engine's model needs "
-                f"{shapes[name]}; trainer "
-                "and engine must use the same architecture (model.path)"
+                f"{shapes[name]}; trainer and engine must use the same architecture (model.path)"
             )
         missing.discard(name)
         yield name, tensor

@@ -358,8 +358,7 @@ class HuggingFaceEngine(Engine):
             raise RolloutError(
                 f"one sequence of {self.settings.max_model_tokens} tokens needs "
                 f"{token_bytes * self.settings.max_model_tokens} bytes of cache, but only "
-                f"{available} are free; "
-                f"raise {key} or lower rollout.max_response_tokens"
+                f"{available} are free; raise {key} or lower rollout.max_response_tokens"
             )
         return num_rows
 

@@ -36,14 +36,12 @@ from dapo_core.machine.environment import (
 from dapo_core.model.sampling import read_eos_ids
 
 HEAD = "lm_head.weight"
-CPU_BLOCK_TOKENS = (
-    32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
-)
+# multiples of 32 are fast; small blocks let siblings share more of a short prompt
+CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
-LOG_PROBS: Final = (
-    "processed_logprobs"  # of the sampling distribution: after temperature, top_k and top_p
-)
+# of the sampling distribution: after temperature, top_k and top_p
+LOG_PROBS: Final = "processed_logprobs"
 Broadcast = Callable[[str, Sequence[Any]], None]  # method name and arguments
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
@@ -128,9 +126,8 @@ class VllmEngine(Engine):
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
                 raise RolloutError(
-                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for at "
-                    "most "
-                    f"{self._max_tokens - 1}; lower rollout.max_response_tokens or "
+                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for "
+                    f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or "
                     "data.max_prompt_tokens"
                 )
             self._add(
@@ -269,9 +266,8 @@ def _start(
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        torch._dynamo.config.disable = (
-            True  # before vLLM compiles its samplers, which needs a C++ compiler
-        )
+        # before vLLM compiles its samplers, which needs a C++ compiler
+        torch._dynamo.config.disable = True
         torch.set_num_threads(settings.threads)
         if part is not None:
             set_defaults(VLLM_PARTS_ON_CPU)
@@ -306,8 +302,7 @@ def _start(
     except (ValueError, NotImplementedError) as error:  # permanent: a retry would fail the same way
         raise ModelError(
             f"vLLM rejected the model {model_path} or its settings: {error}; change rollout.*, "
-            "lengths or "
-            "model.path, or set rollout.engine=hf"
+            "lengths or model.path, or set rollout.engine=hf"
         ) from error
     engine.collective_rpc(set_logprobs_mode)
     # Each reload warns about modules without weights; check_weights reports missing ones.

@@ -47,12 +47,9 @@ def probe_difference(
     if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
         raise RolloutError(
             f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} "
-            "nats per token, "
-            f"more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} explains: the "
-            "engine does not have "
-            "the policy's weights. Set train.dtype=float32 and rollout.dtype=float32 to rule out "
-            "precision, or "
-            "try another rollout.engine"
+            f"nats per token, more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} "
+            "explains: the engine does not have the policy's weights. Set train.dtype=float32 and "
+            "rollout.dtype=float32 to rule out precision, or try another rollout.engine"
         )
     return worst
 
@@ -78,8 +75,7 @@ def require_sampled_alike(
         raise RolloutError(
             f"{not_finite} of the policy's {int(is_fresh.sum())} log-probs are not finite; with "
             "train.nan_guard=true, a warning above names the module. Try train.fused_kernels=[], "
-            "or "
-            "train.dtype=float32"
+            "or train.dtype=float32"
         )
     coarsest = _coarsest(dtypes)
     limit = MAX_PROBE_DIFFERENCE[coarsest] / min(config.rollout.temperature, 1.0)
@@ -87,12 +83,10 @@ def require_sampled_alike(
     if not mean <= limit:
         raise RolloutError(
             f"the engines' log-probs of the {int(is_fresh.sum())} tokens they sampled differ from "
-            "the policy's at "
-            f"rollout.temperature={config.rollout.temperature:g} by {mean:.4g} nats per token, "
-            "more than the "
-            f"{limit:g} that {coarsest} explains: the engine samples from another distribution, or "
-            "reports the "
-            "log-probs of another. Check rollout.engine_args, or try another rollout.engine"
+            f"the policy's at rollout.temperature={config.rollout.temperature:g} by {mean:.4g} "
+            f"nats per token, more than the {limit:g} that {coarsest} explains: the engine "
+            "samples from another distribution, or reports the log-probs of another. Check "
+            "rollout.engine_args, or try another rollout.engine"
         )
 
 
@@ -107,8 +101,7 @@ def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> f
     if len(values) != len(expected):
         raise RolloutError(
             f"an engine returned {len(values)} log-probs for a probe of {len(expected)} response "
-            "tokens, so its "
-            "weights cannot be verified; try another rollout.engine"
+            "tokens, so its weights cannot be verified; try another rollout.engine"
         )
     return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(
         len(values), 1

@@ -55,6 +55,5 @@ class MetricsLog:
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be written: {error}; free disk space, or move --output or "
-                "store.path to a "
-                "larger disk. Training then resumes from its latest checkpoint"
+                "store.path to a larger disk. Training then resumes from its latest checkpoint"
             ) from error

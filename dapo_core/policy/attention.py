@@ -24,9 +24,8 @@ from dapo_core.machine.device import device_for
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PACKED_ATTENTION = (
-    "packed"  # name in transformers' registry, which builds no mask for unknown names
-)
+# name in transformers' registry, which builds no mask for unknown names
+PACKED_ATTENTION = "packed"
 
 
 @dataclass(frozen=True)
@@ -174,10 +173,8 @@ def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
 def _cannot_pack(module: nn.Module) -> ModelError:
     return ModelError(
         f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or does "
-        "not pass its "
-        "arguments to the attention function, so sequences cannot be packed; set model.path to a "
-        "model of another "
-        "architecture"
+        "not pass its arguments to the attention function, so sequences cannot be packed; set "
+        "model.path to a model of another architecture"
     )
 
 

@@ -23,9 +23,8 @@ ARCHITECTURES = (
     "qwen3_moe",
     "llama",
 )  # use exactly these operations; see test_kernels.py
-MAX_DIFFERENCE = (
-    0.02  # relative to the largest value: bfloat16 has 8 bits, and kernels round differently
-)
+# relative to the largest value: bfloat16 has 8 bits, and kernels round differently
+MAX_DIFFERENCE = 0.02
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -131,8 +130,8 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
         if not count and name in chosen:
             raise ConfigError(
                 f"train.fused_kernels names {name}, which cannot be replaced in this "
-                f"{architecture} model; remove "
-                f"it (supported: {', '.join(ARCHITECTURES)}, with SiLU)"
+                f"{architecture} model; remove it (supported: {', '.join(ARCHITECTURES)}, with "
+                "SiLU)"
             )
 
 
@@ -160,9 +159,7 @@ def require_parity(name: str, fused: Operation, device: Device) -> None:
             others = ",".join(other for other in KERNELS if other != name)
             raise ConfigError(
                 f"the fused kernel {name} of this {device.kind} differs from plain torch by "
-                f"{difference:.2g} "
-                f"of the largest value, more than the {MAX_DIFFERENCE:g} that bfloat16 explains: "
-                "set "
-                f"train.fused_kernels=[{others}], and report it with the versions of torch_npu and "
-                "CANN"
+                f"{difference:.2g} of the largest value, more than the {MAX_DIFFERENCE:g} that "
+                f"bfloat16 explains: set train.fused_kernels=[{others}], and report it with the "
+                "versions of torch_npu and CANN"
             )

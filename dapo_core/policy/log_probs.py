@@ -109,7 +109,6 @@ def load_token_log_probs(
     if len(row.packing.layers) != num_layers:
         raise ModelError(
             f"only {len(row.packing.layers)} of the {num_layers} layers of "
-            f"{model_config.model_type} keep the "
-            f"sequences of a packed row apart; {OTHER_MODEL}"
+            f"{model_config.model_type} keep the sequences of a packed row apart; {OTHER_MODEL}"
         )
     return model

@@ -106,8 +106,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not layers:
         raise ModelError(
             f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so it "
-            "cannot be "
-            f"sharded by layer; {OTHER_MODEL}"
+            f"cannot be sharded by layer; {OTHER_MODEL}"
         )
     return layers
 
@@ -140,10 +139,8 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
         name = min(policy_shapes.items() ^ reference_shapes.items())[0]
         raise ModelError(
             f"the reference model {path} does not match the policy's architecture and sizes: "
-            f"{name} has shape "
-            f"{reference_shapes.get(name)} in the reference and {policy_shapes.get(name)} in the "
-            "policy; set "
-            "another algorithm.kl.reference_path"
+            f"{name} has shape {reference_shapes.get(name)} in the reference and "
+            f"{policy_shapes.get(name)} in the policy; set another algorithm.kl.reference_path"
         )
 
 
@@ -169,12 +166,10 @@ def _require_same_tensors(
     if missing or unexpected:
         raise ModelError(
             f"the files in {model_path} and {type(causal_lm).__name__} do not have the same "
-            "tensors: "
-            f"{sample_of(missing)} parameters of the model are not in the files, "
-            f"{sample_of(unexpected)} tensors "
-            "in the files are not in the model. Either the folder is incomplete, or engines and "
-            "ranks name this "
-            f"architecture's weights differently; {OTHER_MODEL}"
+            f"tensors: {sample_of(missing)} parameters of the model are not in the files, "
+            f"{sample_of(unexpected)} tensors in the files are not in the model. Either the "
+            "folder is incomplete, or engines and ranks name this architecture's weights "
+            f"differently; {OTHER_MODEL}"
         )
 
 

@@ -41,8 +41,7 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
         )
         raise ModelError(
             f"{name} {reason or 'is not a causal language model in transformers'}; set model.path "
-            "to a text model "
-            "such as Qwen3"
+            "to a text model such as Qwen3"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
@@ -61,9 +60,8 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     if changes:
         raise ModelError(
             f"{name} modifies logits after the output head "
-            f"({', '.join(f'{k}={v}' for k, v in changes.items())}), "
-            "which is not supported; set model.path to an architecture such as Qwen2, Qwen3, "
-            "Qwen3-MoE or Llama"
+            f"({', '.join(f'{k}={v}' for k, v in changes.items())}), which is not supported; set "
+            "model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
     if text_config.num_attention_heads % sequence_parallel:
         raise ModelError(
@@ -94,10 +92,9 @@ def require_averages(device: torch.device) -> None:
     if abs(average.item() - expected) > 1e-6 * num_ranks:
         raise ConfigError(
             f"torch {torch.__version__}: the average of 0 to {num_ranks - 1} over {num_ranks} "
-            "ranks "
-            f"({distributed.get_backend()}) is {average.item():g} instead of {expected:g}, so "
-            "gradients would be "
-            "wrong by that factor; install a torch version from requirements/"
+            f"ranks ({distributed.get_backend()}) is {average.item():g} instead of {expected:g}, "
+            "so gradients would be wrong by that factor; install a torch version from "
+            "requirements/"
         )
 
 

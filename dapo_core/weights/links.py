@@ -82,8 +82,7 @@ class SharedMemory:
         except OSError as error:
             raise RolloutError(
                 f"an engine cannot open the shared memory of a policy rank on its node: {error}; "
-                "run all "
-                "processes of the training as one user, not in separate containers"
+                "run all processes of the training as one user, not in separate containers"
             ) from error
         return cls(file, num_readers, slot_numel, dtype, num_slots)
 
@@ -156,9 +155,8 @@ def wait_until(is_true: Callable[[], bool], description: str) -> None:
     while not is_true():
         if time.monotonic() - started > STALL_SECONDS:
             raise RolloutError(
-                f"waited {STALL_SECONDS:.0f} s for {description}: a process of the training hangs; "
-                "start the "
-                "training again to continue from the last checkpoint"
+                f"waited {STALL_SECONDS:.0f} s for {description}: a process of the training "
+                "hangs; start the training again to continue from the last checkpoint"
             )
         time.sleep(POLL_SECONDS)
     time.sleep(0)

@@ -83,16 +83,14 @@ def require_arrived(
     if unsent:
         raise RolloutError(
             f"the policy ranks did not send {sample_of(unsent)} of {len(plan.tensors)} tensors of "
-            "policy version "
-            f"{policy_version}: {_ADVICE}"
+            f"policy version {policy_version}: {_ADVICE}"
         )
     for process, result in loaded.items():
         missing = [name for name in sent if name not in result.checksums]
         if missing:
             raise RolloutError(
                 f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy "
-                "version "
-                f"{policy_version}: {_ADVICE}"
+                f"version {policy_version}: {_ADVICE}"
             )
         wrong = [name for name in sent if result.checksums[name] != sent[name]]
         if wrong:
@@ -104,6 +102,5 @@ def require_arrived(
         if result.policy_version != policy_version:
             raise RolloutError(
                 f"{process} has policy version {result.policy_version} after {policy_version} was "
-                "published: "
-                f"{_ADVICE}"
+                f"published: {_ADVICE}"
             )
