@@ -142,9 +142,7 @@ class Trainer:
         return metrics
 
     def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
-        """Run all remaining steps. On a stop request, write a final checkpoint and raise
-        StopRequested.
-        """
+        """Run all remaining steps. A stop request saves the last one and raises StopRequested."""
         self.stop = stop or self.stop
         with self.stop.deferred(), self.checkpoints.ending():
             if self.num_steps == 0 and self.config.validation.before_training:

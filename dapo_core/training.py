@@ -1,6 +1,4 @@
-"""Runs a training from input checks to the last checkpoint, with resume, restarts and graceful
-stop.
-"""
+"""Runs a training from input checks to the last checkpoint, with resume and restarts."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Moves ranks and engines from phase to phase, starting with `generate`, in which engines hold
-    everything.
-    """
+    """Moves ranks and engines from phase to phase; in the first, `generate`, engines hold all."""
 
     def __init__(self, policy: PolicyGroup, rollouts: RolloutGroup, train: TrainConfig) -> None:
         self._policy = policy
@@ -32,8 +30,7 @@ class Turns:
         self.memory_metrics()  # discards the peaks of loading
 
     def enter(self, phase: Phase, timer: PhaseTimer) -> None:
-        """Free what is not needed in the phase on both sides, then load what is. Timed as phase
-        `turns`.
+        """Free what the phase does not need on both sides, then load what it does. Timed as turns.
 
         In-flight groups are suspended before engines free anything.
         """
@@ -51,9 +48,7 @@ class Turns:
             self._phase = phase
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return memory in GiB by metric name, the maximum over ranks: per phase of the step, and
-        overall.
-        """
+        """Return the memory in GiB by metric name, per phase of the step and overall."""
         self._record_memory()
         phase_peaks, self._phase_peaks = self._phase_peaks, {}
         return {**self._peaks, **phase_peaks}

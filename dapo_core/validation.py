@@ -1,6 +1,4 @@
-"""Validation during training: samples responses to held-out prompts, computes metrics, saves some
-as text.
-"""
+"""Validation during training: samples responses to held-out prompts and scores them."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
 def held_out_prompts(
     path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
 ) -> list[Prompt]:
-    """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo
-    eval`.
+    """Return the first validation.num_prompts problems of the file, prompted as in `dapo eval`.
 
     Problems without a data source are scored as their set. Raises ProblemsError for a file that
     `dapo eval` rejects, DataError for prompts that are too long, and the errors of require_scorers.
@@ -204,8 +201,7 @@ def validation_metrics(
 def sample_metrics(
     name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int
 ) -> dict[str, float]:
-    """Return verl's metrics of the set `name` from the scored responses to its prompts, 1 to N per
-    prompt.
+    """Return verl's metrics of the set `name` from the scored responses to its prompts.
 
     best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a
     prompt's N, averaged over prompts, for n = 2, 4, 8 ... N. verl draws 1,000 times; here best and
@@ -257,9 +253,7 @@ def _sizes(num_samples: int) -> list[int]:
 
 
 def _best(values: np.ndarray, n: int) -> tuple[float, float]:
-    """Return mean and std of the maximum of n draws with replacement: P(maximum <= k-th of K) = (k
-    / K)^n.
-    """
+    """Return mean and std of the best of n draws: P(best <= k-th of K) = (k / K)^n."""
     probabilities = np.diff((np.arange(len(values) + 1) / len(values)) ** n)
     ordered = np.sort(values)
     mean = float(probabilities @ ordered)

@@ -88,8 +88,7 @@ def group_advantages(
 def _verl_advantages(
     rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig
 ) -> np.ndarray:
-    """Return the float32 advantages of verl's compute_grpo_outcome_advantage and
-    compute_rloo_outcome_advantage.
+    """Return verl's float32 advantages, of its compute_{grpo,rloo}_outcome_advantage.
 
     Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one
     has mean 0 and std 1, so its advantage is the reward itself.

@@ -19,9 +19,7 @@ def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
 
 
 def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Return the indices of each rank: in descending order of cost, each goes to the least loaded
-    rank.
-    """
+    """Return the indices of each rank: by falling cost, each goes to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
     rank_of = np.empty(len(costs), dtype=np.int64)
     order = np.argsort(-costs, kind="stable")
@@ -35,8 +33,7 @@ def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 def micro_batches(
     lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1
 ) -> list[np.ndarray]:
-    """Return index sets of at most `max_tokens` tokens, most expensive first; each sequence must
-    fit alone.
+    """Return index sets of at most `max_tokens` tokens, dearest first; no sequence is longer.
 
     Best fit determines the number of sets; costs are balanced if that number allows it. Empty sets
     are added up to `at_least`.

@@ -102,9 +102,7 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
 def mini_batches(
     batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be
-    smaller.
-    """
+    """Return the rows of each mini-batch: `num_prompts` groups in `order`, at last fewer."""
     group_ids = batch.group_ids.numpy()
     group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
     positions = group_positions[group_ids]  # by row
@@ -174,9 +172,7 @@ class RankShare:
     micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
 
     def micro_batch(self, number: int) -> Batch:
-        """Return the rows of one micro-batch; for an empty one, a masked row to run the forward
-        pass on.
-        """
+        """Return the rows of a micro-batch; for an empty one, a masked row to run the pass on."""
         indices = self.micro_batches[number]
         if len(indices):
             return self.batch.select(indices)

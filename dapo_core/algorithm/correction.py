@@ -100,7 +100,5 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def response_sums(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the sum over each response: [B, 1]. In float64, because 20,000 float32 terms lose
-    digits.
-    """
+    """Return each response's sum, [B, 1], in float64: 20,000 float32 terms lose digits."""
     return log_ratio.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -1,6 +1,4 @@
-"""KL divergence to the reference model: per-token estimators, the reward penalty, and its
-coefficient.
-"""
+"""KL divergence to the reference model: estimators, the reward penalty, and its coefficient."""
 
 from __future__ import annotations
 
@@ -55,8 +53,7 @@ def reward_penalties(
     is_response: torch.Tensor,
     kl: KLConfig,
 ) -> tuple[torch.Tensor, float]:
-    """Return the KL summed over each response, [B] float64, and the mean over responses of the mean
-    per token.
+    """Return the KL summed over each response, [B] float64, and the mean of the mean per token.
 
     The reward is reduced by the sums times the coefficient. The mean is verl's
     actor/reward_kl_penalty, which drives the adaptive coefficient; it leaves out empty responses.
@@ -71,17 +68,14 @@ def reward_penalties(
 
 
 class KLController:
-    """Subtracts KL from rewards, with a fixed or adaptive coefficient. Set `coefficient` to resume
-    a run.
-    """
+    """Subtracts KL from rewards; `coefficient` is fixed or adaptive."""
 
     def __init__(self, kl: KLConfig) -> None:
         self.coefficient = kl.coefficient
         self.kl = kl
 
     def penalise(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Subtract KL from the rewards, then adapt the coefficient; returns the batch and KL
-        metrics.
+        """Subtract KL from the rewards and adapt the coefficient; returns the batch and metrics.
 
         Does nothing unless algorithm.kl.place=reward. Masked responses are penalised too, because
         their siblings are compared with them.
@@ -106,8 +100,7 @@ class KLController:
         return batch, metrics
 
     def update(self, kl_per_token: float, num_responses: int) -> None:
-        """Adapt the coefficient after a step of `num_responses` (Ziegler et al., arXiv:1909.08593,
-        section 2.2).
+        """Adapt the coefficient after a step (Ziegler et al., arXiv:1909.08593, section 2.2).
 
         coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon. It
         stays positive, because the configuration rejects a horizon of at most a fifth of a step's

@@ -74,9 +74,7 @@ class LossTotals:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Per-token inputs of the loss, all of one shape: padded [b, R] or packed [N]. Masked values
-    may be NaN.
-    """
+    """Inputs of the loss per token: padded [b, R] or packed [N]. Masked values may be NaN."""
 
     old_log_probs: torch.Tensor
     advantages: torch.Tensor  # the response's advantage, repeated for each token

@@ -101,9 +101,7 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
 
 @contextmanager
 def _private_ray(num_cpus: int) -> Iterator[Path | None]:
-    """Run Ray on loopback, usable only with this training's token; its folder is removed at the
-    end.
-    """
+    """Run Ray on loopback with a token of this training; its folder is removed at the end."""
     folder = _private_folder()
     # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach
     # this process.
@@ -123,9 +121,7 @@ def private_token() -> str:
 
 
 def _private_folder() -> Path:
-    """Create a folder for Ray's logs and sockets that only this user can enter, with a short enough
-    path.
-    """
+    """Create a private folder for Ray's logs and sockets, with a short enough path."""
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     _remove_old_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
@@ -226,8 +222,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def _keep_signal_handling() -> Iterator[list[subprocess.Popen[Any]]]:
-    """Keep this process's SIGTERM handler while Ray starts, and shield Ray's processes from signals
-    to the group.
+    """Keep this process's SIGTERM handler while Ray starts; signals to the group spare Ray.
 
     Yields the list of processes that Ray starts; a stopped training needs them for its last
     checkpoint. Ray has no public option for either: it installs its own handler and shields its

@@ -40,9 +40,7 @@ class Answers:
     failed: dict[Node, DapoError]
 
     def require(self) -> dict[Node, Any]:
-        """Return the results of all nodes; raises ConfigError or WorkerDied naming the nodes that
-        failed.
-        """
+        """Return the results of all nodes; raises ConfigError or WorkerDied."""
         if self.failed:
             errors = list(self.failed.values())
             kind = (
@@ -55,9 +53,7 @@ class Answers:
 
 
 def living_nodes() -> list[Node]:
-    """Return the live nodes sorted by name; nodes with the same host and address also show Ray's
-    ID.
-    """
+    """Return the live nodes by name; nodes with equal host and address also show Ray's ID."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     free = available_resources_per_node()
     names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in alive]
@@ -83,9 +79,7 @@ def own_node() -> str:
 def start_on(
     node: Node, devices: Mapping[str, float], function: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """Start a task on the node without reserving a CPU, with `devices` by Ray resource; returns its
-    reference.
-    """
+    """Start a task on the node, without a CPU but with `devices`; returns its reference."""
     resources = dict(devices)
     options = {
         "num_cpus": 0,
@@ -124,9 +118,7 @@ def finish(tasks: Mapping[Node, Any], max_seconds: float = ANSWER_SECONDS) -> An
 
 
 def ask(calls: Mapping[Node, Any], max_seconds: float = ANSWER_SECONDS) -> Answers:
-    """Wait for a call on each node; returns the results, and an error for each node that failed or
-    timed out.
-    """
+    """Wait for a call on each node; returns results, and errors of failed or late nodes."""
     deadline = time.monotonic() + max_seconds
     results: dict[Node, Any] = {}
     failed: dict[Node, DapoError] = {}

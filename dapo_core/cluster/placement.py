@@ -1,6 +1,4 @@
-"""Places ranks and engines on the nodes of a Ray cluster: ranks node by node, each engine stage on
-one node.
-"""
+"""Places ranks and engines on the nodes of a Ray cluster, each pipeline stage on one node."""
 
 from __future__ import annotations
 
@@ -80,8 +78,7 @@ class Places:
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
-    """Return what the training reserves, in this order: the ranks, then all pipeline stages of
-    engines.
+    """Return what the training reserves, in this order: ranks, then pipeline stages of engines.
 
     A stage's devices are on one node; the stages of an engine may be on several. If colocated,
     ranks use the places of engines.

@@ -17,8 +17,8 @@ import torch
 
 from dapo_core.algorithm.batch import (
     Batch,
-    TokenStats,
     RankShare,
+    TokenStats,
     mini_batches,
     random_order,
     split_batch,
@@ -37,9 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
-    """Calls all policy ranks as one; train.sequence_parallel consecutive ranks get the same share
-    of a batch.
-    """
+    """Calls all policy ranks as one; sequence-parallel ranks get the same share of a batch."""
 
     def __init__(
         self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int
@@ -80,9 +78,7 @@ class PolicyGroup:
         return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def ref_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Return the reference model's log-probs of the response tokens: [B, R] float32, in batch
-        order.
-        """
+        """Return the reference model's log-probs of the response tokens: [B, R], in batch order."""
         shares, indices = self._split(batch)
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
@@ -123,9 +119,7 @@ class PolicyGroup:
                 self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
     def update(self, mini_batch: Batch, with_stats: bool = False) -> Update:
-        """Run one optimizer step on the mini-batch; returns the sums over ranks and, if requested,
-        log-probs.
-        """
+        """Run one optimizer step on the mini-batch; the result sums over ranks."""
         totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
         calls = [
@@ -146,9 +140,7 @@ class PolicyGroup:
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:
-        """Trace the step on train.profile.ranks inside the block, and write the traces to the
-        folder.
-        """
+        """Trace the step inside the block on train.profile.ranks, into the folder."""
         chosen = self.config.train.profile.ranks
         ranks = {number: rank for number, rank in enumerate(self.ranks) if number in chosen}
         self.actors.get([rank.begin_profile.remote() for rank in ranks.values()])
@@ -208,9 +200,7 @@ class PolicyGroup:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
 
     def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
-        """Yield each rank with a reference to its share, which ranks of a sequence-parallel group
-        share.
-        """
+        """Yield each rank with a reference to its share; sequence-parallel ranks share one."""
         references = [ray.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]

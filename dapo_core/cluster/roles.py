@@ -114,9 +114,7 @@ class EngineRank(_Process):
         return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
-        """Call the engine. An error that only this part raises ends the process, since the others
-        wait for it.
-        """
+        """Call the engine. An error of this part alone ends the process: the others wait for it."""
         try:
             getattr(self._engine, name)(*arguments)
         except DapoError:  # raised by every part

@@ -66,9 +66,7 @@ class RolloutGroup:
         return [finished for reference in ready for finished in self._take(reference)]
 
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
-        """Suspend all workers; returns groups that just finished, and requests that resume the
-        others.
-        """
+        """Suspend all workers; returns groups that just finished, and requests for the others."""
         late = [group for reference in list(self._polls) for group in self._take(reference)]
         busy = [
             worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count
@@ -79,9 +77,7 @@ class RolloutGroup:
         return late, sorted(chain(*requests), key=lambda request: request.group_id)
 
     def take_reward_seconds(self) -> float:
-        """Return the seconds since the last call that a worker waited only for scores; maximum over
-        workers.
-        """
+        """Return the most seconds since the last call that a worker waited only for scores."""
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most

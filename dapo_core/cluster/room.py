@@ -1,5 +1,4 @@
-"""Queries a running Ray cluster's resources in a child process, since connecting may block for
-minutes.
+"""Queries a running Ray cluster's resources in a child process, since connecting may block.
 
 `python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints total, free and per-node resources as
 JSON. It exits with its parent, which a signal may end at any moment.
@@ -133,9 +132,7 @@ def main(address: str) -> int:
 
 
 def use_known_token(address: str) -> None:
-    """Make this process and its children use the cluster's token if `dapo cluster up` stored one
-    here.
-    """
+    """Use the cluster's token if `dapo cluster up` stored one here, in children too."""
     from ray._private import services
     from ray._raylet import Config  # type: ignore[attr-defined]
 

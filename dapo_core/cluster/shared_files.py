@@ -26,8 +26,7 @@ ADVICE = (
 def require_shared(
     nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path
 ) -> None:
-    """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files that ranks and
-    workers use.
+    """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files of a training.
 
     These are the model, the reference model, the scorer's file, and the output that ranks write
     checkpoints to, which must be the same folder and not just have the same name. The trainer's own

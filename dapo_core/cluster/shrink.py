@@ -37,8 +37,7 @@ MAX_ATTEMPTS = 3
 def place_what_is_left(
     config: TrainingConfig, device: Device, groups: list[PlacementGroup], model_path: Path
 ) -> tuple[TrainingConfig, Places]:
-    """Place the roles like `place_roles`, with fewer ranks and engines if needed; also returns the
-    configuration.
+    """Place the roles like `place_roles`, if needed fewer; also returns the configuration.
 
     Raises ConfigError if no smaller number fits the free devices, their memory and the other keys.
     """
@@ -67,8 +66,7 @@ def _shrunk_to_free(config: TrainingConfig, device: Device, model_path: Path) ->
 def shrunk(
     config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]], model_path: Path
 ) -> TrainingConfig:
-    """Return the configuration with the most ranks and engines that fit the `free` resources by
-    node.
+    """Return the configuration with the most ranks and engines that fit the `free` resources.
 
     Ranks and engines shrink in proportion. Raises ConfigError if no smaller number fits, passes the
     configuration's validation and fits the memory plan.
@@ -102,9 +100,7 @@ def shrunk(
 
 
 def _require_memory(config: TrainingConfig, model_path: Path) -> None:
-    """Raise ConfigError if, by the memory plan, ranks with larger shards do not fit
-    train.device_model.
-    """
+    """Raise ConfigError if larger shards do not fit train.device_model, by the memory plan."""
     train = config.train
     if train.device_model is None or train.allow_oversubscription:
         return

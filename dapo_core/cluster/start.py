@@ -137,9 +137,7 @@ def _start_parts(
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:
-    """For each engine part, return whether it shares rank 0's memory: its node on CPUs, else its
-    device.
-    """
+    """Return for each engine part whether it shares rank 0's node (on CPUs) or device."""
     home = places.ranks[0]
     parts = [place for parts in places.engines for place in parts]
     if not device.has_own_memory:
@@ -173,9 +171,7 @@ def _end(
 
 
 def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
-    """Return a rendezvous address: in the private folder, which opens no port, or else on the
-    actor's node.
-    """
+    """Return a rendezvous address: in the private folder without a port, or on the actor's node."""
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
     return f"file://{folder}/{secrets.token_hex(8)}"  # the last component names shared memory

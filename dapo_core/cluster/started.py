@@ -26,8 +26,7 @@ def clusters_folder() -> Path:
 
 
 def token_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to join the cluster at `address`; empty if already set or no token is
-    known.
+    """Return the variables to join the cluster at `address`; empty if set or no token is known.
 
     A token file is used only if this user owns it and nobody else can read it.
     """

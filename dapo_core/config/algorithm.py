@@ -70,9 +70,7 @@ class KLConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction for the mismatch between the engine's and the policy's log-probs of the same
-    tokens.
-    """
+    """Correction for the mismatch between the engine's and the policy's log-probs of a token."""
 
     importance: Literal["off", "stale", "token", "sequence"] = key(
         "stale",
@@ -142,9 +140,7 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantage and loss. The default is DAPO; GRPO is equal clips, no dynamic sampling, and KL in
-    the loss.
-    """
+    """Advantage and loss. The default is DAPO; GRPO is a choice of its keys."""
 
     baseline: Literal["group-mean", "leave-one-out"] = key(
         "group-mean",

@@ -1,6 +1,4 @@
-"""Switches for algorithm.compat=verl: where this project differs from verl on purpose
-(docs/departures.md).
-"""
+"""Switches for algorithm.compat=verl, where this project differs from verl (docs/departures.md)."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class Quantity(NamedTuple):
 
 
 def derive(config: TrainingConfig) -> list[Quantity]:
-    """Return the quantities derived from a configuration. All are exact: validation rejects uneven
-    divisions.
-    """
+    """Return the quantities derived from a configuration; all divisions are even."""
     train = {**dict(config.train), "fsdp_size": config.train.fsdp_size or config.train.num_ranks}
     values: dict[str, Any] = {
         **dict(config.data),

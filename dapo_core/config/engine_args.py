@@ -1,6 +1,4 @@
-"""Checks of rollout.engine_args: arguments that have their own key, and arguments that vLLM does
-not know.
-"""
+"""Checks of rollout.engine_args: arguments with a key of their own, and unknown ones."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def require_no_own_key(names: Iterable[str]) -> None:
 
 
 def require_known(names: Collection[str]) -> None:
-    """Raise ConfigError for an argument that the installed vLLM does not have; without vLLM, accept
-    all.
+    """Raise ConfigError for an argument unknown to the installed vLLM; without vLLM, accept all.
 
     Parses vLLM's source, because importing it takes seconds.
     """

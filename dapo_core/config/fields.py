@@ -1,6 +1,4 @@
-"""Declaration of configuration fields: default, description, bounds, and whether the field affects
-the result.
-"""
+"""Declares configuration fields: default, description, bounds, and effect on the result."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ JsonObject = Annotated[
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration. Rejects unknown keys, infinities, NaN, and booleans as
-    numbers.
-    """
+    """A frozen section. Rejects unknown keys, infinities, NaN, and booleans as numbers."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -91,9 +87,7 @@ class Entry(Section):
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:
-    """Declare a field that affects the result: it is part of the cache key of the stages that read
-    it.
-    """
+    """Declare a field that affects the result: it is part of the stages' cache keys."""
     return Field(default, description=description, json_schema_extra={"volatile": False}, **bounds)
 
 
@@ -103,17 +97,13 @@ def volatile(default: Any, description: str, **bounds: Any) -> Any:
 
 
 def is_volatile(section: type[BaseModel], name: str) -> bool | None:
-    """Return whether the field is volatile, or None if its declaration does not say (a test fails
-    on that).
-    """
+    """Return whether the field is volatile; None if it is not declared (a test fails on that)."""
     extra = section.model_fields[name].json_schema_extra
     return extra.get("volatile") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
 
 def result_values(section: BaseModel) -> dict[str, Any]:
-    """Return the section as plain JSON values, without volatile fields and sections that have only
-    these.
-    """
+    """Return the section as plain JSON values, without volatile fields and empty sections."""
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)

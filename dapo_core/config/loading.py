@@ -102,8 +102,7 @@ for _first in "yYnNoO":  # yes, no, on, off: pydantic converts them for boolean 
 
 
 def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
-    """Return the resolved configuration: defaults < file < overrides of the form
-    `section.key=value`.
+    """Return the resolved configuration: defaults < file < overrides `section.key=value`.
 
     `run.name` defaults to the file name. Raises ConfigError for an unreadable file, an unknown key
     (naming the nearest one), a value out of bounds, an unresolved placeholder, or keys that
@@ -233,9 +232,7 @@ def _parse(
 
 
 def nearest(root: type[BaseModel], name: str) -> str:
-    """Return ` (did you mean X?)` for the most similar key or section, or a pointer to the list of
-    keys.
-    """
+    """Return ` (did you mean X?)` for the most similar key, or a pointer to the list of keys."""
     keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
@@ -270,9 +267,7 @@ def placeholders(
 def _explained(
     root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[str]:
-    """Return a sentence per problem. For keys of other trainers it names ours and the converted
-    value.
-    """
+    """Return a sentence per problem; for another trainer's key, with ours and the value."""
     unknown = {
         _name(problem): problem["input"]
         for problem in errors
@@ -333,9 +328,7 @@ def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
 
 
 def requirement(problem: ErrorDetails, metadata: Sequence[Any] = ()) -> str:
-    """Return what a value must be, with the bounds of the field, as in `it must be a whole number,
-    at least 1`.
-    """
+    """Return what a value must be, as in `it must be a whole number, at least 1`."""
     kind, context = problem["type"], problem.get("ctx", {})
     limits = context | {
         name: getattr(part, name) for part in metadata for name in _BOUNDS if hasattr(part, name)

@@ -74,9 +74,7 @@ class RolloutConfig(Section):
 
     @property
     def samples_among_all(self) -> bool:
-        """Whether neither top_p nor top_k is active, so engine log-probs cover the whole
-        vocabulary.
-        """
+        """Whether engine log-probs cover the whole vocabulary: no top_p, no top_k."""
         return self.top_p >= 1 and self.top_k <= 0
 
     @model_validator(mode="after")

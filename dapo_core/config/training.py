@@ -146,9 +146,7 @@ class TrainingConfig(Section):
 
     @property
     def num_cpus(self) -> int:
-        """CPUs that ranks and engines request from Ray; a rank and an engine on one device share
-        theirs.
-        """
+        """CPUs that ranks and engines request from Ray; those on one device share theirs."""
         per_rank, per_engine = self.train.threads_per_rank, self.rollout.threads_per_worker
         if self.train.is_colocated:
             return self.train.num_ranks * max(per_rank, per_engine)
@@ -296,9 +294,7 @@ class TrainingConfig(Section):
 
     @property
     def anchors_before_updates(self) -> bool:
-        """Whether old log-probs are needed before the update, for KL in the reward or rollout
-        correction.
-        """
+        """Whether KL in the reward or rollout correction needs old log-probs before the update."""
         correction = self.rollout_correction
         if self.algorithm.old_log_probs == "engine":
             return correction.drops
@@ -311,9 +307,7 @@ class TrainingConfig(Section):
 
     @property
     def scores_before_updates(self) -> bool:
-        """Whether a full step has a separate forward pass for old log-probs; a single update
-        measures its own.
-        """
+        """Whether a full step has a forward pass for old log-probs; a single update has its own."""
         has_updates = self.algorithm.old_log_probs == "policy" and self.train.updates_per_step > 1
         return self.anchors_before_updates or has_updates
 

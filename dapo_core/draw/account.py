@@ -88,9 +88,7 @@ class TokenAccount:
 
     @property
     def without_signal(self) -> str:
-        """The groups without signal, such as `2 all right, 4 all wrong`; all equal ones only if
-        there are any.
-        """
+        """The groups without signal, such as `2 all right, 4 all wrong`."""
         fates = NO_SIGNAL if self.groups["all_equal"] else NO_SIGNAL[:2]
         return ", ".join(f"{self.groups[fate]} {fate.replace('_', ' ')}" for fate in fates)
 

@@ -57,9 +57,7 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """Return the filter metric of each scored rollout: `acc`, `score`, or its reward for the
-        other two.
-        """
+        """Return the filter metric of each scored rollout: acc, score, or its reward."""
         scored = [rollout for rollout in self.rollouts if rollout.is_scored]
         if name == "acc":
             return [rollout.acc for rollout in scored]

@@ -98,8 +98,7 @@ class TokenizedPrompts:
 def treat_too_long(
     lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str
 ) -> None:
-    """Log how many prompts are too long, if any; raises DataError for `error`, or if `drop` would
-    leave none.
+    """Log how many prompts are too long; raises DataError for `error`, or if `drop` leaves none.
 
     `key` is the configuration key of their sets.
     """

@@ -41,9 +41,7 @@ class DrawProgress:
         self._last = (0.0, 0)  # time and tokens of the last line
 
     def begin(self, step: int, num_carried: int) -> None:
-        """Start the draw of training step `step`, which has `num_carried` groups with signal
-        already.
-        """
+        """Start the draw of training step `step`, which has `num_carried` groups already."""
         self._step, self._num_carried = step, num_carried
         self._began = now = self._clock()
         self._next_log, self._last = now + LOG_SECONDS, (now, 0)
@@ -120,9 +118,7 @@ def finished_groups_message(account: TokenAccount) -> str:
 
 
 def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
-    """Return an opening sentence for a draw whose responses were all right or all wrong; "" for
-    other draws.
-    """
+    """Return the opening for a draw that was all right or all wrong; "" for other draws."""
     num_finished, groups = account.finished_groups, account.groups
     for num_even, word in ((groups["all_right"], "right"), (groups["all_wrong"], "wrong")):
         if num_finished and num_even == num_finished and not account.num_unscored:
@@ -163,9 +159,7 @@ def no_scores_error(account: TokenAccount) -> RewardError:
 
 
 def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str) -> DapoError:
-    """Return the error for a draw that kept no group for `seconds`, while `num_since_signal` groups
-    finished.
-    """
+    """Return the error for a draw that kept no group for `seconds`."""
     message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
     if num_since_signal:
         return NotEnoughSignal(

@@ -81,9 +81,7 @@ class RolloutWorker:
         ] = {}  # pool key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups. A response's seed depends only on (run seed, drawing step, group id,
-        sample).
-        """
+        """Queue groups. A response's seed is set by (run seed, drawing step, group id, sample)."""
         unfinished = []
         for request in requests:
             group = _OpenGroup(

@@ -94,8 +94,7 @@ def tokenized_prompts(
     data: PromptsConfig,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> TokenizedPrompts:
-    """Return the tokenized prompts of a file in the DAPO-Math-17k schema, reusing those of an
-    earlier attempt.
+    """Return the tokenized prompts of a training file, reusing those of an earlier attempt.
 
     Needs memory for a few batches and one number per row. Also writes prompt_lengths.json to
     `output_dir`. Raises ProblemsError for a file that cannot be read or has unusable rows,
@@ -121,8 +120,7 @@ def remove_prompts(output_dir: Path) -> None:
 def describe_lengths(
     lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong
 ) -> dict[str, Any]:
-    """Return statistics of prompt lengths for the data card: quantiles, histogram, number of too
-    long prompts.
+    """Return statistics of prompt lengths for the data card.
 
     `counts[i]` prompts have `edges[i]` to `edges[i + 1]` - 1 tokens.
     """
@@ -168,9 +166,7 @@ def require_template_reads(
 
 
 def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
-    """Return a digest of everything the tokens depend on: the rows and the model's non-weight
-    files.
-    """
+    """Return a digest of what the tokens depend on: rows and the model's other files."""
     parts = [
         f"{FORMAT}",
         *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")),

@@ -22,8 +22,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to sample; its randomness depends only on `seed`, not on other requests in the
-    batch.
+    """One response to sample; its randomness depends only on `seed`.
 
     An aborted response resumes from its existing tokens. Requests with different sampling may share
     a batch.
@@ -90,9 +89,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """A process's part of an engine; all parts rendezvous at the address, which is on the last
-    part's node.
-    """
+    """A process's part of an engine; all parts meet at the address, on the last part's node."""
 
     rank: int  # 0 belongs to the owner
     # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
@@ -149,18 +146,14 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Run one engine step, such as decoding a token of each running sequence; returns finished
-        responses.
-        """
+        """Run one engine step, such as decoding a token; returns finished responses."""
 
     def num_unfinished(self) -> int:
         """Return the number of requests neither returned nor aborted."""
         return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
-        """Return the response tokens of unfinished requests, including resumed ones; callable from
-        any thread.
-        """
+        """Return the response tokens of unfinished requests; callable from any thread."""
         return sum(len(row.response_ids) for row in list(self._rows.values()))
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
@@ -203,8 +196,7 @@ class Engine(ABC):
     def log_probs(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[list[float]]:
-        """Return the log-probabilities of (prompt_ids, response_ids) pairs at temperature 1, a list
-        [R] each.
+        """Return the log-probs [R] of (prompt_ids, response_ids) pairs at temperature 1.
 
         Raises RolloutError while requests are unfinished.
         """
@@ -276,8 +268,7 @@ def check_weights(
     shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights; raises RolloutError at the first mismatch, and at the end if some are
-    missing.
+    """Yield the weights; raises RolloutError at the first mismatch, and if some are missing.
 
     `shapes` has every tensor of the engine; `optional` ones may be missing.
     """

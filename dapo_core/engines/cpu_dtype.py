@@ -1,5 +1,4 @@
-"""Tests once, in a child process, whether this CPU runs vLLM's bfloat16 kernels; some die of
-SIGILL.
+"""Tests once, in a child process, whether this CPU runs vLLM's bfloat16 kernels.
 
 `python -m dapo_core.engines.cpu_dtype FOLDER` is the child: it decodes two tokens with a tiny
 random model.
@@ -82,9 +81,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _exit_code() -> int:
-    """Return the exit code of a child that decodes in bfloat16, or the negative signal that killed
-    it.
-    """
+    """Return the exit code of a child that decodes in bfloat16, or minus its signal."""
     logger.info("testing once whether this CPU runs vLLM's bfloat16 kernels (about a minute)")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_TINY_MODEL))

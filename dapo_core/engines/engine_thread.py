@@ -20,9 +20,7 @@ class EngineThread:
     """
 
     def __init__(self, build: Callable[[], Engine], on_news: Callable[[], None]) -> None:
-        """Block until the engine is built. The thread calls `on_news` when `take` has responses or
-        an error.
-        """
+        """Block until the engine is built. `on_news` is called when `take` has something."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._on_news = on_news
         self._responses: SimpleQueue[Response] = SimpleQueue()

@@ -19,9 +19,7 @@ def build_engine(
     seed: int,
     device: str = "cpu",
 ) -> Engine:
-    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its
-    own.
-    """
+    """Build an engine with the folder's weights. vLLM selects its device itself."""
     if kind == "vllm":
         from dapo_core.engines.vllm_engine import VllmEngine
 

@@ -45,8 +45,7 @@ _ROW_TENSORS = (
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values [N, heads, L, D] of a layer, with spare capacity so that appending does not
-    copy.
+    """Keys and values [N, heads, L, D] of a layer, with room so that appending does not copy.
 
     DynamicLayer copies for each token, which costs 14 % more CPU at 20 tokens a response, and more
     for longer ones.
@@ -256,8 +255,7 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[Row], dict[tuple[int, ...], int]]:
-        """Take the rows of one prefill from the queue; returns them and their distinct, numbered
-        prompts.
+        """Take the rows of one prefill; returns them and their distinct, numbered prompts.
 
         The prompt of a resumed response includes its existing tokens.
         """
@@ -337,9 +335,7 @@ class HuggingFaceEngine(Engine):
         )
 
     def _rows_that_fit(self) -> int:
-        """Return how many full-length sequences fit into the cache memory; raises RolloutError if
-        none does.
-        """
+        """Return how many full-length sequences fit into the cache; raises RolloutError if none."""
         config = self._model.config.get_text_config()
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -369,8 +365,7 @@ def _sample_tokens(
     numbers: torch.Tensor,
     samplings: Sequence[Sampling],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N] under the sampling
-    distribution.
+    """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N].
 
     Inverts the CDF at `uniforms` [N], float64 in [0, 1). `numbers` [N] selects each row's sampling.
     A greedy row gets the most likely token and its log-prob at temperature 1.
@@ -404,9 +399,7 @@ def _sample_rows(
 
 
 def _filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Set logits to -inf outside the `top_k` most likely tokens, then outside the smallest set of
-    mass `top_p`.
-    """
+    """Set logits to -inf outside the `top_k` most likely tokens, then outside `top_p` of mass."""
     if 0 < top_k < logits.shape[-1]:
         lowest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)

@@ -179,8 +179,7 @@ class VllmEngine(Engine):
 
 
 class TensorParallelEngine(VllmEngine):
-    """One part of an engine over several processes; `broadcast` repeats the first part's calls on
-    the others.
+    """A part of an engine over several processes; `broadcast` repeats its calls on the others.
 
     With vLLM's external launcher every part has its own scheduler; equal calls in equal order keep
     them in sync.
@@ -194,9 +193,7 @@ class TensorParallelEngine(VllmEngine):
         part: EnginePart,
         broadcast: Broadcast | None = None,
     ) -> None:
-        """Block until all parts are constructed. `broadcast` is None in all processes but the
-        first.
-        """
+        """Block until all parts are built. `broadcast` is None in all but the first."""
         self._broadcast = broadcast or (lambda _name, _arguments: None)
         super().__init__(model_path, settings, seed, part)
 
@@ -237,9 +234,7 @@ class TensorParallelEngine(VllmEngine):
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes in the folder's safetensors files by name; raises ModelError if
-    there are none.
-    """
+    """Return the shapes in the folder's safetensors files by name; raises ModelError if none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
@@ -311,9 +306,7 @@ def _start(
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
-    """Return device-specific EngineArgs, including rollout.engine_args; docs/training.md gives the
-    reasons.
-    """
+    """Return EngineArgs of the device and rollout.engine_args; see docs/training.md."""
     if device == "cpu":
         arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": settings.memory_bytes,
@@ -362,9 +355,7 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
 
 
 def _executor(address: str, rank: int) -> Any:
-    """Return vLLM's external launcher with a rendezvous address; the default env:// is shared by
-    all engines.
-    """
+    """Return vLLM's external launcher with an own address; env:// is shared by all engines."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -396,9 +387,7 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 
 def _seed(request: GenerationRequest) -> int:
-    """Return the request's seed; a resumed response gets another, so vLLM does not repeat the
-    randomness.
-    """
+    """Return the request's seed; a resumed response gets another, to not repeat its numbers."""
     if not request.response_ids:
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()

@@ -21,8 +21,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: int) -> float | None:
-    """Return the FLOPs of a forward and backward pass, 3 x the forward pass, over sequences of
-    `lengths` [B].
+    """Return the FLOPs of a forward and backward pass over sequences of `lengths` [B].
 
     Counts matrix products, with two operations per multiply-add: projections, the MLP (or the
     router and a token's experts), causal attention, and the output head at `num_logits` positions.
@@ -84,9 +83,7 @@ class ActorUtilization:
         logger.info("%s, so perf/mfu/actor is not reported", missing)
 
     def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
-        """Return perf/mfu/actor for `num_passes` passes over the batch that took `seconds`; {} if
-        unknown.
-        """
+        """Return perf/mfu/actor of passes that took `seconds`; {} if unknown."""
         if self.peak is None:
             return {}
         flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))

@@ -47,9 +47,7 @@ class MetricsLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as
-        well.
-        """
+        """Turn OSError into CheckpointError, which is not retried."""
         try:
             yield
         except OSError as error:

@@ -127,8 +127,7 @@ def weight_metrics(
     weights: torch.Tensor,
     settings: RolloutCorrectionConfig,
 ) -> dict[str, float]:
-    """Return rollout_corr/rollout_is_NAME for token or response weights [B, R], before
-    importance_normalize.
+    """Return rollout_corr/rollout_is_NAME for weights [B, R], before importance_normalize.
 
     mean, std, and eff_sample_size = mean^2 / mean of squares, over tokens. max and min: of the
     weights; with sequence, of the ratios. ratio_fraction_{high,low}: share of token or response

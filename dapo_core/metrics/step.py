@@ -30,8 +30,7 @@ PHASES_PER_TOKEN = (
 
 
 def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
-    """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths,
-    staleness.
+    """Return the metrics of a draw: groups and tokens by fate, response lengths, staleness.
 
     Lengths are reported for responses of finished, kept and surplus groups. Staleness is
     the number of optimizer steps between the weights that sampled a token and `policy_version`;
@@ -160,8 +159,7 @@ def batch_metrics(
 def seqlen_metrics(
     lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1
 ) -> dict[str, float]:
-    """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without
-    balancing.
+    """Return how evenly a pass spreads tokens over D data ranks, with and without balancing.
 
     lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk
     of B / D rows.
@@ -179,8 +177,7 @@ def seqlen_metrics(
 
 
 def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
-    """Return loss, clip shares and gradient norm over the step's optimizer steps; shares are
-    token-weighted.
+    """Return loss, token-weighted clip shares and gradient norm over the step's optimizer steps.
 
     Means over nothing are left out: the gradient norm if all updates were skipped, losses and
     shares if no mini-batch was finite, shares if there was no token.
@@ -211,8 +208,7 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
 def timing_metrics(
     seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int
 ) -> dict[str, float]:
-    """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput
-    per device.
+    """Return seconds per phase, milliseconds per trained token, and throughput per device.
 
     num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response
     token, so it includes the cost of groups that dynamic sampling dropped.

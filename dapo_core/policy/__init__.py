@@ -1,3 +1,1 @@
-"""The policy: one FSDP2 rank that computes log-probs, learns from micro-batches, and hands out its
-weights.
-"""
+"""The policy: one FSDP2 rank that computes log-probs, learns, and hands out its weights."""

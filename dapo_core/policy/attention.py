@@ -89,8 +89,7 @@ def packed_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n,
-    D].
+    """Causal attention in each sequence: [1, n, H, D] from queries, keys, values [1, H, n, D].
 
     With right padding, the causal kernel is exact without a mask. Raises ModelError for
     architectures that modify attention scores.
@@ -161,9 +160,7 @@ def _attend(
 
 
 def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a sliding-window mask over each token and the `window` - 1 before it: [num_tokens,
-    num_tokens].
-    """
+    """Return the mask of a sliding window: each token and the `window` - 1 before it."""
     distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(
         num_tokens, device=device
     )

@@ -1,6 +1,4 @@
-"""Fused kernels for operations of decoder layers, each with a reference implementation in plain
-torch.
-"""
+"""Fused kernels for operations of decoder layers, each with a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -136,9 +134,7 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
 
 
 def require_parity(name: str, fused: Operation, device: Device) -> None:
-    """Raise ConfigError unless a kernel's values and gradients match its reference, in bfloat16 on
-    the device.
-    """
+    """Raise ConfigError unless a kernel's values and gradients match its reference."""
     kernel = KERNELS[name]
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in kernel.shapes]

@@ -39,9 +39,7 @@ class TokenLogProbs(nn.Module):
     def forward(
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs of the row's targets and, if requested, entropy (else empty): [M]
-        float32 each.
-        """
+        """Return log-probs and, if requested, entropy (else empty) at the row's targets: [M]."""
         hidden = self.causal_lm.base_model(
             input_ids=row.token_ids,
             position_ids=row.position_ids,
@@ -85,8 +83,7 @@ def load_token_log_probs(
     group: ProcessGroup | None,
     is_trainable: bool,
 ) -> nn.Module:
-    """Load the folder's model under FSDP2, inside TokenLogProbs; the ranks of `group` split its
-    rows. Collective.
+    """Load the folder's model under FSDP2, inside TokenLogProbs; `group` splits rows. Collective.
 
     Raises ModelError if a probe of two sequences shows that a layer does not keep them apart.
     """

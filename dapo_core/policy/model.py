@@ -54,8 +54,7 @@ def load_sharded(
     trainable: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the folder's causal language model under FSDP2, inside `wrap`, which stores it as
-    `causal_lm`.
+    """Load the folder's model under FSDP2, inside `wrap`, which stores it as `causal_lm`.
 
     Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32
     master weights and computes in `train.dtype`; others are stored in that dtype. Collective.
@@ -128,9 +127,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
-    """Raise ModelError unless the reference model, loaded from `path`, has the policy's tensor
-    shapes.
-    """
+    """Raise ModelError unless the reference model, from `path`, has the policy's shapes."""
     policy_shapes, reference_shapes = (
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for model in (policy, reference)
@@ -147,9 +144,7 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
 def _require_same_tensors(
     model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]
 ) -> None:
-    """Raise ModelError unless the files contain every parameter, tied ones once, and no other
-    weights.
-    """
+    """Raise ModelError unless the files contain every parameter, and nothing else."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
     # transformers lists the tensors that a model skips only in this private name; test_packing.py
@@ -228,9 +223,7 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
-    """Read the rows of the stored tensor that belong to `local`, a shard that starts at row
-    `start`.
-    """
+    """Read the rows of the stored tensor that belong to `local`, whose first row is `start`."""
     if piece.expert is None:
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:

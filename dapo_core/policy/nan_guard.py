@@ -1,6 +1,4 @@
-"""NaN guard: reruns a skipped update with hooks to find the first module that produces a non-finite
-number.
-"""
+"""NaN guard: reruns a skipped update with hooks to find the first non-finite number."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def find_fault(model: nn.Module, losses: Iterator[torch.Tensor], rank: int) -> F
 
 
 def _gradient_fault(model: nn.Module, rank: int) -> Fault:
-    """Return the first weight with a non-finite gradient after summation over ranks and
-    micro-batches.
-    """
+    """Return the first weight with a non-finite gradient, summed over ranks."""
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _is_finite(local_part(weight.grad)):
             return Fault(

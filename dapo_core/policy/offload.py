@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class Offloader:
-    """Moves weights, gradients and optimizer state, named as in `turns`, off a rank's device and
-    back.
-    """
+    """Moves weights, gradients and optimizer state off a rank's device and back."""
 
     def __init__(
         self,
@@ -81,9 +79,7 @@ class Offloader:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Keep all state in memory inside the block: spilled state is restored, pending copies
-        finish.
-        """
+        """Keep all state in memory inside the block."""
         spilled = list(self._spills)
         self.onload(spilled)
         yield
@@ -187,17 +183,14 @@ class Transfers:
 
 
 class Spill:
-    """Tensors whose memory lives in an unnamed temporary file in TMPDIR, which is deleted with the
-    process.
+    """Tensors in an unnamed temporary file in TMPDIR, which goes with the process.
 
     Tensors and their views stay the same objects. Their elements must not be accessed until
     `restore`.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Write the tensors and free their memory, one at a time. Raises OSError if the disk is
-        full.
-        """
+        """Write the tensors and free their memory; raises OSError if the disk is full."""
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open until `restore`
         self._spilled: list[tuple[torch.UntypedStorage, int]] = []
         for storage in {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
@@ -220,7 +213,5 @@ class Spill:
 
 
 def _elements(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-    """Return the storage's memory as a buffer. A numpy array would make the storage impossible to
-    resize.
-    """
+    """Return the storage's memory as a buffer, which, unlike numpy, lets it be resized."""
     return (ctypes.c_char * num_bytes).from_address(storage.data_ptr())

@@ -29,8 +29,7 @@ def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the learning rate of optimizer step `step`, starting at 1. It has no other state to
-    resume.
+    """Return the learning rate of optimizer step `step`, which starts at 1.
 
     With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio, the peak is
     multiplied by step / W during warm-up, then by 1 (constant) or by m + (1 - m) f(p). p rises from

@@ -1,6 +1,4 @@
-"""Packed rows: micro-batches without padding, and the mapping between their tokens and [B, R] batch
-fields.
-"""
+"""Packed rows: micro-batches without padding, and their tokens' cells in [B, R] fields."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dapo_core.algorithm.batch import Batch, TokenStats, RankShare
+from dapo_core.algorithm.batch import Batch, RankShare, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss import LossTokens
 from dapo_core.policy.attention import Packing
@@ -106,9 +104,7 @@ def loss_tokens(
     token_weights: torch.Tensor,
     correction: RolloutCorrectionConfig,
 ) -> LossTokens:
-    """Return the loss inputs at the row's targets, [M] each. `log_probs` replace missing old
-    log-probs.
-    """
+    """Return the loss inputs at the row's targets: [M]. Missing old log-probs are `log_probs`."""
 
     def at_tokens(values: torch.Tensor) -> torch.Tensor:
         """[b, R] -> [M]."""
@@ -134,9 +130,7 @@ def loss_tokens(
 
 
 class StatsBuffer:
-    """Collects log-probs and entropy of a rank's share, one micro-batch at a time; 0 until filled
-    in.
-    """
+    """Collects log-probs and entropy of a rank's share, one micro-batch at a time."""
 
     def __init__(self, share: RankShare) -> None:
         self.share = share
@@ -145,9 +139,7 @@ class StatsBuffer:
         )  # [2, b, R]
 
     def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
-        """Store log-probs and entropy [M] of this rank's slice of micro-batch `number`; entropy may
-        be empty.
-        """
+        """Store log-probs and entropy [M] of micro-batch `number`; entropy may be empty."""
         indices, micro = self.share.micro_batches[number], self.share.micro_batch(number)
         part = torch.zeros(len(self.values), micro.response_mask.numel())
         for field, stats in zip(part, values, strict=True):
@@ -156,9 +148,7 @@ class StatsBuffer:
         self.values[:, torch.tensor(indices), : part.shape[2]] = part
 
     def read(self, group: ProcessGroup | None, device: torch.device) -> TokenStats:
-        """Return the whole share's values on every rank of the group: [b, R] float32 each.
-        Collective.
-        """
+        """Return the whole share's values, [b, R] each, on every rank. Collective."""
         values = self.values
         if group is not None:  # every rank has its slices of the rows, and 0 elsewhere
             values = values.to(device)

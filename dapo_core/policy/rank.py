@@ -1,6 +1,4 @@
-"""One FSDP2 rank of the policy: log-probs, optimizer steps, checkpoints, and weights for the
-engines.
-"""
+"""One FSDP2 rank of the policy: log-probs, optimizer steps, checkpoints, and weights."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from dapo_core.algorithm.batch import TokenStats, RankShare
+from dapo_core.algorithm.batch import RankShare, TokenStats
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.checkpoint.shards import Shards
@@ -111,9 +109,7 @@ class Policy(Profiled):
 
     @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
-        """Return log-probs of the share's response tokens under the reference model: [b, R]
-        float32.
-        """
+        """Return the reference model's log-probs of the share's response tokens: [b, R] float32."""
         assert self.reference is not None, "algorithm.kl.place=off loads no reference model"
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
@@ -189,9 +185,7 @@ class Policy(Profiled):
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Load a checkpoint written by any number of ranks; weights and optimizer must be on the
-        device.
-        """
+        """Load a checkpoint written by any number of ranks. Weights must be on the device."""
         self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         self.offloader.transfers.join()
         self.num_optimizer_steps = self.shards.load(folder)
@@ -201,9 +195,7 @@ class Policy(Profiled):
         return self.weights.plan
 
     def open_outbox(self, num_local: int, on_device: bool) -> str:
-        """Create rank 0's outbox; returns the address at which `num_local` processes on its node
-        can read it.
-        """
+        """Create rank 0's outbox; returns the address at which `num_local` processes read it."""
         self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
         return self.outbox.address
 
@@ -237,9 +229,7 @@ class Policy(Profiled):
         return self.device.name()
 
     def take_memory(self) -> dict[str, float]:
-        """Return this rank's peak memory since the last call, and its node's use, in GiB by metric
-        name.
-        """
+        """Return this rank's peak memory since the last call, in GiB by metric name."""
         return self.device.take_memory()
 
     def _causal_lm(self) -> nn.Module:
@@ -249,9 +239,7 @@ class Policy(Profiled):
     def _score(
         self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
     ) -> TokenStats:
-        """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b,
-        R] float32.
-        """
+        """Return the share's log-probs and, if requested, entropy, without gradient: [b, R]."""
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
         buffer = StatsBuffer(share)
@@ -270,9 +258,7 @@ class Policy(Profiled):
         buffer: StatsBuffer | None,
         parts: list[LossSums],
     ) -> Iterator[torch.Tensor]:
-        """Yield the loss of each micro-batch, for its backward pass; the sums are appended to
-        `parts`.
-        """
+        """Yield the loss of each micro-batch; the sums are appended to `parts`."""
         last = len(share.micro_batches) - 1
         for number in range(last + 1):
             # Every backward pass reduce-scatters gradients, because unsharded ones are as large as

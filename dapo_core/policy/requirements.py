@@ -1,6 +1,4 @@
-"""Requirements of the policy: a model that trains on packed rows, and a correct averaged
-reduce-scatter.
-"""
+"""Requirements: a model that trains on packed rows, and a correct averaged reduce-scatter."""
 
 from __future__ import annotations
 
@@ -72,8 +70,7 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
 
 
 def require_averages(device: torch.device) -> None:
-    """Raise ConfigError unless an averaged reduce-scatter, which FSDP2 uses for gradients, really
-    averages.
+    """Raise ConfigError unless an averaged reduce-scatter, as in FSDP2, really averages.
 
     gloo in torch 2.7.1 and 2.8.0 silently returns the sum. Collective.
     """

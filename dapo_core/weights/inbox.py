@@ -43,9 +43,7 @@ def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
 
 
 class Delivery:
-    """The tensors of one sync in plan order; a tensor's checksum is recorded when the next one is
-    requested.
-    """
+    """The tensors of one sync in order; a checksum is taken when the next one is requested."""
 
     def __init__(self, inbox: Inbox, copies: bool) -> None:
         """Set `copies` if the loader keeps tensors after requesting the next one."""
@@ -64,9 +62,7 @@ class Delivery:
                 self.checksums[planned.name] = checksums(tensor, planned)
 
     def drain(self) -> None:
-        """Receive the buckets that the loader did not take: the sender and the other engines wait
-        for them.
-        """
+        """Receive the buckets that the loader did not take: others wait for them."""
         for _ in self._buckets:
             pass
 

@@ -35,8 +35,7 @@ class Link:
 
 
 class SharedMemory:
-    """Counters and bucket slots in anonymous memory: without names, size limits or leftovers in
-    /dev/shm.
+    """Counters and bucket slots in anonymous memory, without names or leftovers in /dev/shm.
 
     The sender counts buckets sent, and each reader counts buckets taken. A count is written after
     the bytes it covers; the sleep in between is a system call, which orders memory accesses.
@@ -136,9 +135,7 @@ def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
 
 
 def write_handle(tensor: torch.Tensor, slot: torch.Tensor) -> None:
-    """Write the tensor's CUDA or NPU IPC handle, which another process on the machine can open
-    once.
-    """
+    """Write the tensor's CUDA or NPU IPC handle, which another process can open once."""
     handle = bytearray(ForkingPickler.dumps(tensor))
     assert len(handle) < HANDLE_BYTES, f"a handle of {len(handle)} bytes does not fit"
     slot[: len(handle)] = torch.frombuffer(handle, dtype=torch.uint8)

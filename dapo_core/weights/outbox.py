@@ -19,16 +19,12 @@ from dapo_core.weights.plan import NUM_SLOTS, WeightPlan
 
 
 class Outbox:
-    """Sends the buckets of a plan in order; a slot is reused once every engine process has taken
-    its bucket.
-    """
+    """Sends the buckets of a plan in order; a slot is reused once every process has taken it."""
 
     def __init__(
         self, plan: WeightPlan, device: Device, num_local: int, on_device: bool = False
     ) -> None:
-        """`num_local` processes read the slots, in shared memory or `on_device`; `join` adds
-        others.
-        """
+        """`num_local` processes read the slots, in shared memory or `on_device`."""
         self._plan = plan
         self._device = device
         self._writes_handles = on_device and num_local > 0
@@ -50,9 +46,7 @@ class Outbox:
         self._group = join_group(address, 0, size, backend)
 
     def slot(self) -> torch.Tensor:
-        """Return the slot for the next bucket: [plan.slot_numel] in the plan's dtype, to be
-        overwritten.
-        """
+        """Return the slot for the next bucket, [plan.slot_numel], to be overwritten."""
         if not self._slots:
             device = self._device.torch_device()
             self._slots = (

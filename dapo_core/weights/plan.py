@@ -53,9 +53,7 @@ def bucket_numel(bucket: tuple[PlannedTensor, ...]) -> int:
 def plan_buckets(
     tensors: Iterable[PlannedTensor], dtype: torch.dtype, max_bytes: int
 ) -> WeightPlan:
-    """Divide the tensors in order so that no bucket exceeds `max_bytes` or, if larger, the largest
-    tensor.
-    """
+    """Divide the tensors in order; a bucket has `max_bytes` at most, or one larger tensor."""
     tensors = list(tensors)
     limit = max([max_bytes // dtype.itemsize, *(planned.numel for planned in tensors)])
     buckets: list[list[PlannedTensor]] = []

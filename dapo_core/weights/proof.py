@@ -38,8 +38,7 @@ def checksums(tensor: torch.Tensor, planned: PlannedTensor) -> tuple[int, ...]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a 64-bit checksum of the tensor's bytes: xxh3 on a CPU, a position-weighted sum
-    elsewhere.
+    """Return a 64-bit checksum of the bytes: xxh3 on a CPU, a position-weighted sum elsewhere.
 
     Checksums from different kinds of device are not comparable.
     """
@@ -51,9 +50,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def weighted_sum(flat: torch.Tensor) -> int:
-    """Return the sum of 16-bit words times position weights modulo 2**64, computed on the tensor's
-    [N] device.
-    """
+    """Return the sum of 16-bit words [N] times position weights modulo 2**64, on the device."""
     words = flat.view(torch.int16)
     total = 0
     for start in range(0, words.numel(), CHUNK_NUMEL):

@@ -1,6 +1,4 @@
-"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending
-rank.
-"""
+"""Gathers a rank's shards into the tensors of the model files, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class WeightSource:
         self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
-        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows.
-        Collective.
-        """
+        """Send all buckets through rank 0's outbox; returns this rank's checksums. Collective."""
         parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
         sent: dict[str, dict[int, int]] = {}
         for bucket in self.plan.buckets:

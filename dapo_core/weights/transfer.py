@@ -39,8 +39,7 @@ class WeightTransfer:
     def connect(
         self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
     ) -> None:
-        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's
-        memory.
+        """Open the connections. `is_local` tells which engine processes share rank 0's memory.
 
         That memory is the device's if `on_device`, else the node's. `meeting_point` returns a
         rendezvous address for rank 0 and the other processes.

@@ -50,9 +50,7 @@ class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
     def receive_weights(
         self, update_info: _Stream, load_weights: Callable[[Any], Any] | None = None
     ) -> None:
-        """Load the weights; vLLM up to 0.23 passes `load_weights`, and starts and finishes the
-        reload itself.
-        """
+        """Load the weights; vLLM up to 0.23 passes `load_weights` and wraps the reload itself."""
         load: Any = load_weights or self.model.load_weights
         load(update_info.weights)
 
