@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from dapo_core.algorithm.batch import Batch, RankShare
+from dapo_core.algorithm.balance import RankShare
+from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
 from dapo_core.machine.device import device_for

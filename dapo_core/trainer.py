@@ -1,5 +1,4 @@
-"""The training loop: draw -> pack -> anchor -> weigh -> learn -> publish -> validate -> keep ->
-log.
+"""The training loop: draw, pack, anchor, weigh, learn, publish, validate, keep, log.
 
                    +--------------------------------------------------+
                    |   Trainer (this file), in the driver process     |
@@ -45,7 +44,6 @@ from dapo_core.machine.timers import PhaseTimer
 from dapo_core.metrics.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.metrics.flops import ActorUtilization
 from dapo_core.metrics.log import MetricsLog, format_step
-from dapo_core.metrics.mismatch import correction_metrics
 from dapo_core.metrics.step import draw_metrics, timing_metrics, training_metrics
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.turns import Turns
@@ -97,9 +95,7 @@ class Trainer:
             output_dir / CHECKPOINTS, model_path, cluster.policy, config
         )
         device = device_for(config.train.device)
-        self.dtypes = [
-            device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)
-        ]
+        self.dtypes = [device.resolve_dtype(each.dtype) for each in (config.train, config.rollout)]
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         self.utilization = ActorUtilization(
             model_config, cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
@@ -121,15 +117,10 @@ class Trainer:
             batch, kl_metrics = self._weigh(batch, stats, timer)
             updates, stats = self._learn(batch, stats, number, timer)
             require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
-            metrics["weight_sync/probe_difference"] = self._publish(
-                batch, updates[-1].policy_version, timer
-            )
-            metrics |= kl_metrics
-            metrics |= correction_metrics(stats.log_probs, drawn, config.rollout_correction)
-            metrics |= training_metrics(groups, batch, stats, updates, config)
-            metrics |= self.utilization.metrics(
-                batch, timer.seconds["update_actor"], config.train.passes
-            )
+            metrics |= self._publish(batch, updates[-1].policy_version, timer) | kl_metrics
+            metrics |= training_metrics(groups, drawn, batch, stats, updates, config)
+            seconds = timer.seconds["update_actor"]
+            metrics |= self.utilization.metrics(batch, seconds, config.train.passes)
 
         self.cluster.policy.refresh_reference(number, timer)
         self.num_steps = number
@@ -141,22 +132,21 @@ class Trainer:
         self._log(number, metrics)
         return metrics
 
-    def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
+    def run(
+        self, report: OnStep = lambda _step, _metrics: None, stop: StopRequest | None = None
+    ) -> None:
         """Run all remaining steps. A stop request saves the last one and raises StopRequested."""
         self.stop = stop or self.stop
         with self.stop.deferred(), self.checkpoints.ending():
             if self.num_steps == 0 and self.config.validation.before_training:
-                self._validate_before_training(on_step)
+                self.stop.check()
+                report(0, self._validate_before_training())
+            policy, traced = self.cluster.policy, self.config.train.profile.steps
             for number in range(self.num_steps + 1, self.config.train.total_steps + 1):
-                is_traced = number in self.config.train.profile.steps
-                with (
-                    self.cluster.policy.profiled(number, self.output_dir)
-                    if is_traced
-                    else nullcontext()
-                ):
+                is_traced = number in traced
+                with policy.profiled(number, self.output_dir) if is_traced else nullcontext():
                     metrics = self.step(number)
-                if on_step is not None:
-                    on_step(number, metrics)
+                report(number, metrics)
 
     def resume(self, checkpoint: Path | None) -> None:
         """Restore the state of a checkpoint, or start from the beginning if None."""
@@ -185,9 +175,7 @@ class Trainer:
         self.turns.enter("publish", timer)
         self.cluster.weights.send(self.policy_version)
         self.turns.enter("generate", timer)
-        is_own = (
-            checkpoint.parent == self.output_dir / CHECKPOINTS
-        )  # else the metrics belong to another training
+        is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else of another training
         self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("resuming after step %d from %s", self.num_steps, checkpoint.name)
 
@@ -216,7 +204,7 @@ class Trainer:
         with timer.phase("update_actor"):
             return self.cluster.policy.learn(batch, stats, number)
 
-    def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> float:
+    def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> dict[str, float]:
         """Send the weights to the engines; returns how far the worst engine is from the policy."""
         self.turns.enter("publish", timer)
         with timer.phase("weight_sync"):
@@ -226,7 +214,9 @@ class Trainer:
             probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("generate", timer)
         with timer.phase("weight_sync"):
-            return probe_difference(self.cluster.rollouts.log_probs, probe, probed, self.dtypes)
+            engines = self.cluster.rollouts.log_probs
+            difference = probe_difference(engines, probe, probed, self.dtypes)
+        return {"weight_sync/probe_difference": difference}
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:
         if not is_due(number, self.config.validation.every, self.config.train.total_steps):
@@ -234,26 +224,19 @@ class Trainer:
         with timer.phase("testing"):
             return self.validation.run(self.cluster.rollouts, number)
 
-    def _validate_before_training(self, on_step: OnStep | None) -> None:
+    def _validate_before_training(self) -> dict[str, float]:
         """Validate the initial model as step 0."""
         timer = PhaseTimer()
-        self.stop.check()
-        with timer.phase("testing"):
-            metrics = self.validation.run(self.cluster.rollouts, 0)
+        metrics = self._validate(0, timer)
         metrics |= {"training/global_step": 0.0, "timing_s/testing": timer.seconds["testing"]}
         self._log(0, metrics)
-        if on_step is not None:
-            on_step(0, metrics)
+        return metrics
 
     def _keep(self, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
+        save_every, total_steps = self.config.checkpoint.save_every, self.config.train.total_steps
         with timer.phase("save_checkpoint"):
-            save_every, total_steps = (
-                self.config.checkpoint.save_every,
-                self.config.train.total_steps,
-            )
-            self.checkpoints.keep(
-                self._state(metrics), is_due(self.num_steps, save_every, total_steps)
-            )
+            is_due_now = is_due(self.num_steps, save_every, total_steps)
+            self.checkpoints.keep(self._state(metrics), is_due_now)
 
     def _log(self, number: int, metrics: Mapping[str, float]) -> None:
         self.log.append(number, self.policy_version, metrics)

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from dapo_core.algorithm.correction import importance_weights, mask_rollouts
+from dapo_core.algorithm.verl_advantages import STD_FLOOR, verl_advantages
 from dapo_core.config.compat import Compat
 
 if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch, TokenStats
     from dapo_core.config.algorithm import AlgorithmConfig
     from dapo_core.config.training import TrainingConfig
-
-STD_FLOOR = 1e-6
 
 
 def weigh(batch: Batch, config: TrainingConfig, stats: TokenStats | None = None) -> Batch:
@@ -68,7 +67,7 @@ def group_advantages(
             f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite"
         )
     if Compat.of(algorithm).advantages_in_float32:
-        return _verl_advantages(rewards, group_ids, algorithm)
+        return verl_advantages(rewards, group_ids, algorithm)
     _, group, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     centred = rewards - (np.bincount(group, rewards) / sizes)[group]
     num_others = np.maximum(sizes - 1, 1)
@@ -83,30 +82,3 @@ def group_advantages(
     np.minimum.at(lowest, group, rewards)
     np.maximum.at(highest, group, rewards)
     return np.where((lowest < highest)[group], advantages, np.float32(0))
-
-
-def _verl_advantages(
-    rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig
-) -> np.ndarray:
-    """Return verl's float32 advantages, of its compute_{grpo,rloo}_outcome_advantage.
-
-    Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one
-    has mean 0 and std 1, so its advantage is the reward itself.
-    """
-    order = np.argsort(group_ids, kind="stable")
-    sizes = np.unique(group_ids, return_counts=True)[1]
-    scores = torch.from_numpy(rewards[order].astype(np.float32))
-    parts = []
-    for group in scores.split(sizes.tolist()):
-        num = len(group)
-        mean, std = (
-            (group.mean(), group.std()) if num > 1 else (torch.tensor(0.0), torch.tensor(1.0))
-        )
-        if algorithm.baseline == "leave-one-out" and num > 1:
-            part = group * num / (num - 1) - mean * num / (num - 1)
-        else:
-            part = group - mean
-        parts.append(part / (std + STD_FLOOR) if algorithm.normalize_by_std else part)
-    advantages = np.empty(len(rewards), dtype=np.float32)
-    advantages[order] = torch.cat(parts).numpy()
-    return advantages

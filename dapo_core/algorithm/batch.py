@@ -7,15 +7,13 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dapo_core.algorithm.balance import balance_over_ranks, micro_batches, workload
 from dapo_core.draw.groups import Group
-from dapo_core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -158,49 +156,3 @@ class TokenStats(NamedTuple):
 
     log_probs: torch.Tensor  # [B, R] float32, at the sampling temperature
     entropy: torch.Tensor  # [B, R] float32
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """One data-parallel rank's part of a batch, split into micro-batches.
-
-    All ranks have the same number of micro-batches, because each is a collective forward pass under
-    FSDP.
-    """
-
-    batch: Batch
-    micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
-
-    def micro_batch(self, number: int) -> Batch:
-        """Return the rows of a micro-batch; for an empty one, a masked row to run the pass on."""
-        indices = self.micro_batches[number]
-        if len(indices):
-            return self.batch.select(indices)
-        row = self.batch.select([0])
-        return replace(row, response_mask=torch.zeros_like(row.response_mask))
-
-
-def split_batch(
-    batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int = 4096
-) -> tuple[list[RankShare], list[np.ndarray]]:
-    """Return a balanced share for each data-parallel rank, and the indices of its rows in `batch`.
-
-    max_tokens: limit of one micro-batch, train.micro_batch_tokens times the ranks that share it.
-    Raises DataError if a single sequence is longer.
-    """
-    lengths = batch.lengths
-    longest = int(lengths.argmax())
-    if lengths[longest] > max_tokens:
-        raise DataError(
-            f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more "
-            f"than the {max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
-            "train.sequence_parallel); raise train.micro_batch_tokens"
-        )
-    costs = workload(lengths, hidden_size)
-    indices = balance_over_ranks(costs, num_data_ranks)
-    count = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
-    shares = []
-    for rows in indices:
-        part = batch.select(rows if len(rows) else [0])
-        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, count)))
-    return shares, indices

@@ -15,14 +15,8 @@ import numpy as np
 import ray
 import torch
 
-from dapo_core.algorithm.batch import (
-    Batch,
-    RankShare,
-    TokenStats,
-    mini_batches,
-    random_order,
-    split_batch,
-)
+from dapo_core.algorithm.balance import RankShare, split_batch
+from dapo_core.algorithm.batch import Batch, TokenStats, mini_batches, random_order
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.cluster.actors import Actors
@@ -55,9 +49,8 @@ class PolicyGroup:
         """Return the batch with old log-probs, and with reference log-probs if KL needs them.
 
         Also returns the policy's log-probs before any update, or None if the updates compute them:
-        unless KL in the reward or rollout correction needs them first, this is so if the anchor is
-        the engine's log-probs, or if there is a single update, whose own log-probs are the old
-        ones.
+        with the engine's log-probs as the anchor, or a single update, unless KL in the reward or
+        rollout correction needs them first.
         """
         stats, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
@@ -128,11 +121,8 @@ class PolicyGroup:
         updates: list[Update] = self.actors.get(calls)
         sums = reduce(add, (update.sums for update in updates))
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
-        parts = [
-            update.stats
-            for update in updates[:: self.sequence_parallel]
-            if update.stats is not None
-        ]
+        shared = updates[:: self.sequence_parallel]
+        parts = [update.stats for update in shared if update.stats is not None]
         stats = _joined(mini_batch, indices, parts) if with_stats else None
         faults = [update.fault for update in updates if update.fault is not None]
         first = min(faults, key=lambda fault: fault.order, default=None)
@@ -150,11 +140,11 @@ class PolicyGroup:
         logger.info("traced step %d in %s", step, ", ".join(paths.values()))
 
     def onload(self, states: Collection[str]) -> None:
-        """Move weights or optimizer state, named as in `turns`, back to the devices."""
+        """Move weights or optimizer state (memory.holdings) back to the devices."""
         self.actors.get([rank.onload.remote(states) for rank in self.ranks])
 
     def offload(self, states: Collection[str]) -> None:
-        """Free gradients, and move weights or optimizer state off the devices, named as in `turns`."""
+        """Free gradients, and move weights or optimizer state (memory.holdings) off the devices."""
         self.actors.get([rank.offload.remote(states) for rank in self.ranks])
 
     def save(self, folder: str, asynchronous: bool) -> None:
@@ -170,9 +160,7 @@ class PolicyGroup:
         try:
             return all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
-            self.actors.get(
-                [rank.end_save.remote() for rank in self.ranks]
-            )  # the others fail later
+            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # they fail later
             raise
 
     def checkpoint_bytes(self) -> int:
@@ -188,7 +176,7 @@ class PolicyGroup:
         return self.actors.get(self.ranks[0].device_name.remote())
 
     def take_memory(self) -> dict[str, float]:
-        """Return the peak memory since the last call in GiB by metric name, the maximum over ranks."""
+        """Return the peak memory since the last call in GiB, the maximum over ranks."""
         ranks = self.actors.get([rank.take_memory.remote() for rank in self.ranks])
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 

@@ -87,7 +87,7 @@ class RolloutGroup:
         self.actors.get([worker.sleep.remote() for worker in self.workers])
 
     def wake(self, states: Collection[str]) -> None:
-        """Allocate device memory for weights or KV cache again on all engines, named as in `turns`."""
+        """Allocate device memory for weights or KV cache again on all engines."""
         self.actors.get([worker.wake.remote(states) for worker in self.workers])
 
     def log_probs(

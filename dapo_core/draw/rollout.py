@@ -76,24 +76,17 @@ class RolloutWorker:
         )
         self._open: dict[int, _OpenGroup] = {}
         self._num_scored = 0
-        self._scoring: dict[
-            str, tuple[int, int]
-        ] = {}  # pool key -> (group id, sample), of open groups
+        self._scoring: dict[str, tuple[int, int]] = {}  # pool key -> (group id, sample)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. A response's seed is set by (run seed, drawing step, group id, sample)."""
         unfinished = []
         for request in requests:
-            group = _OpenGroup(
-                request, request.num_samples or self.group_size, self.engine.policy_version
-            )
+            num_samples = request.num_samples or self.group_size
+            group = _OpenGroup(request, num_samples, self.engine.policy_version)
             self._open[request.group_id] = group
-            for sample in range(group.num_samples):
-                so_far = (
-                    request.responses[sample]
-                    if request.responses
-                    else Response("", [], [], "abort")
-                )
+            begun = request.responses or [Response("", [], [], "abort")] * num_samples
+            for sample, so_far in enumerate(begun):
                 if so_far.finish_reason == "abort":
                     unfinished.append(self._generation_request(request, sample, so_far))
                 else:
@@ -128,18 +121,14 @@ class RolloutWorker:
             if sample not in group.responses
         ]
         aborted = self.engine.run(lambda engine: engine.abort(unfinished))
-        aborted_by_id = {
-            response.request_id: response for response in [*aborted, *self.engine.take()]
-        }
+        by_id = {response.request_id: response for response in [*aborted, *self.engine.take()]}
         requests = []
         for group_id, group in self._open.items():
             responses = [
-                group.responses.get(sample) or aborted_by_id[_request_id(group_id, sample)]
+                group.responses.get(sample) or by_id[_request_id(group_id, sample)]
                 for sample in range(group.num_samples)
             ]
-            versions = [
-                group.versions(sample, response) for sample, response in enumerate(responses)
-            ]
+            versions = [group.versions(*numbered) for numbered in enumerate(responses)]
             resumed = replace(group.request, responses=responses, versions=versions)
             requests.append(resumed if resumed.num_response_tokens else resumed.without_responses())
         self._open.clear()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from dapo_core.algorithm.loss import LossTotals
 from dapo_core.draw.account import FATES, Draw
+from dapo_core.metrics.mismatch import correction_metrics
 from dapo_core.reward.scorers import Verdict
 
 if TYPE_CHECKING:
@@ -21,12 +23,8 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.draw.groups import Group
 
-PHASES_PER_TOKEN = (
-    "old_log_prob",
-    "ref",
-    "adv",
-    "update_actor",
-)  # phases that process every token of the batch
+# phases that process every token of the batch
+PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")
 
 
 def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
@@ -78,16 +76,19 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
 
 def training_metrics(
     groups: Sequence[Group],
+    drawn: Batch,
     batch: Batch,
     stats: TokenStats,
     updates: Sequence[Update],
     config: TrainingConfig,
 ) -> dict[str, float]:
-    """Return the metrics of a step's responses, batch, updates and load balance."""
-    from dapo_core.algorithm.loss import LossTotals  # torch
+    """Return the metrics of a step's engine mismatch, responses, batch, updates and load balance.
 
+    `drawn` is the batch before rollout correction.
+    """
     token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
     return {
+        **correction_metrics(stats.log_probs, drawn, config.rollout_correction),
         **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
         **batch_metrics(batch, stats.entropy, token_weights),
         **update_metrics(updates, config.algorithm.kl),

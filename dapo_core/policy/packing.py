@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dapo_core.algorithm.batch import Batch, RankShare, TokenStats
+from dapo_core.algorithm.balance import RankShare
+from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss import LossTokens
 from dapo_core.policy.attention import Packing

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from dapo_core.algorithm.batch import RankShare, TokenStats
+from dapo_core.algorithm.balance import RankShare
+from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.checkpoint.shards import Shards
@@ -59,43 +60,32 @@ class Policy(Profiled):
         self._searches_left = MAX_SEARCHES if self.train.nan_guard else 0
         if config.run.deterministic:
             set_defaults(DETERMINISTIC)
-            torch.use_deterministic_algorithms(
-                True
-            )  # raises for operations without a deterministic kernel
+            torch.use_deterministic_algorithms(True)  # raises without a deterministic kernel
         self.group = sequence_group(self.train.sequence_parallel)
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(model_config, self.train.sequence_parallel)
-        self.model = load_token_log_probs(
-            model_path, config, self.device, self.group, is_trainable=True
-        )
-        names, torch_device = weight_names(model_path), self.device.torch_device()
-        dtype, max_bytes = (
+        shared = config, self.device, self.group
+        self.model = load_token_log_probs(model_path, *shared, is_trainable=True)
+        self.weights = WeightSource(
+            self._causal_lm(),
+            weight_names(model_path),
             self.device.resolve_dtype(config.rollout.dtype),
             self.train.weight_bucket_bytes,
+            self.device.torch_device(),
         )
-        self.weights = WeightSource(self._causal_lm(), names, dtype, max_bytes, torch_device)
         self.outbox: Outbox | None = None  # only on rank 0
         self.reference: nn.Module | None = None
         if self.algorithm.kl.place != "off":
             path = self.algorithm.kl.reference_path or model_path
-            self.reference = load_token_log_probs(
-                path, config, self.device, self.group, is_trainable=False
-            )
+            self.reference = load_token_log_probs(path, *shared, is_trainable=False)
             require_same_shapes(self.model, self.reference, path)
         self.optimizer = adamw(self.model.parameters(), self.train)
-        is_offloaded = (
-            self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
-        )
+        train = self.train
+        is_offloaded = train.offload_optimizer or train.offload_shards or train.is_colocated
         is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
-        saved_reference: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
-        self.shards = Shards(
-            self._causal_lm(),
-            self.optimizer,
-            self.device,
-            is_offloaded,
-            config.run.seed,
-            saved_reference,
-        )
+        saved: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
+        state = self._causal_lm(), self.optimizer, self.device
+        self.shards = Shards(*state, is_offloaded, config.run.seed, saved)
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.offloader = Offloader(models, self.optimizer, self.device, self.train)
 
@@ -118,12 +108,9 @@ class Policy(Profiled):
         """Run one optimizer step on a mini-batch; `share` is this rank's part.
 
         If the share has no old log-probs, the forward pass's own are the anchor: in a batch's only
-        step, both are the same. With `with_stats`, the update includes log-probs and entropy from
-        that pass.
-
-        Gradients are summed, not averaged, over ranks and micro-batches, because `totals` holds the
-        denominator. A non-finite gradient norm skips the step: weights and optimizer state stay
-        unchanged.
+        step, both are the same. `with_stats` returns that pass's log-probs and entropy. Gradients
+        are summed, not averaged, over ranks and micro-batches, because `totals` holds the
+        denominator. A non-finite gradient norm leaves weights and optimizer state unchanged.
         """
         self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         rate = learning_rate(self.num_optimizer_steps + 1, self.train)
@@ -165,9 +152,8 @@ class Policy(Profiled):
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's parameters, optimizer state and random generators to the folder.
 
-        If asynchronous, returns once they are copied to host memory and keeps writing; see
-        is_saved. Raises OSError with its errno if a rank cannot write, else CheckpointError, on
-        every rank.
+        If asynchronous, returns once they are in host memory; see is_saved. Raises OSError with
+        its errno if a rank cannot write, else CheckpointError, on every rank.
         """
         with self.offloader.readable():
             self.shards.save(folder, self.num_optimizer_steps, asynchronous)
@@ -191,7 +177,7 @@ class Policy(Profiled):
         self.num_optimizer_steps = self.shards.load(folder)
 
     def weight_plan(self) -> WeightPlan:
-        """Return which tensors the engines receive, and in which buckets; the same on all ranks."""
+        """Return the buckets that the engines receive; the same on all ranks."""
         return self.weights.plan
 
     def open_outbox(self, num_local: int, on_device: bool) -> str:
@@ -206,9 +192,9 @@ class Policy(Profiled):
 
     @record_function("weight_sync")
     def send_weights(self) -> dict[str, dict[int, int]]:
-        """Send all weights through rank 0; returns the checksums of this rank's rows.
+        """Send all weights through rank 0 until every engine process has taken every bucket.
 
-        Returns once every engine process has taken every bucket.
+        Returns the checksums of this rank's rows.
         """
         self.offloader.require_loaded(WEIGHTS)
         reshard(self.model)
@@ -216,12 +202,12 @@ class Policy(Profiled):
 
     @record_function("onload")
     def onload(self, names: Collection[str]) -> None:
-        """Copy weights or optimizer state, named as in `turns`, back to the device."""
+        """Copy weights or optimizer state (memory.holdings) back to the device."""
         self.offloader.onload(names)
 
     @record_function("offload")
     def offload(self, names: Collection[str]) -> None:
-        """Free gradients, and move weights or optimizer state, named as in `turns`, off the device."""
+        """Free gradients, and move weights or optimizer state off the device."""
         self.offloader.offload(names)
 
     def device_name(self) -> str:
@@ -261,8 +247,8 @@ class Policy(Profiled):
         """Yield the loss of each micro-batch; the sums are appended to `parts`."""
         last = len(share.micro_batches) - 1
         for number in range(last + 1):
-            # Every backward pass reduce-scatters gradients, because unsharded ones are as large as
-            # the float32 model. HSDP copies all-reduce theirs once, after the last.
+            # Every backward pass reduce-scatters, because unsharded gradients are as large as the
+            # float32 model. HSDP copies all-reduce theirs once, after the last.
             self.model.set_requires_all_reduce(number == last)  # type: ignore[operator]
             with record_function("forward"):
                 loss, sums = self._micro_loss(share, number, totals, buffer)
@@ -273,9 +259,8 @@ class Policy(Profiled):
         """Find the first non-finite number of the skipped update; leaves no gradients."""
         self._searches_left -= 1
         self.optimizer.zero_grad(set_to_none=True)
-        fault = find_fault(
-            self.model, self._losses(share, totals, None, []), torch.distributed.get_rank()
-        )
+        losses = self._losses(share, totals, None, [])
+        fault = find_fault(self.model, losses, torch.distributed.get_rank())
         self.optimizer.zero_grad(set_to_none=True)
         return fault
 
@@ -290,8 +275,7 @@ class Policy(Profiled):
             log_probs, entropy = self.model(row, self.temperature, has_bonus or buffer is not None)
         if buffer is not None:
             buffer.add(number, row, (log_probs, entropy))
-        weights = totals.token_weights(
-            micro.response_mask, self.algorithm, share.batch.num_responses
-        )
+        num_responses = share.batch.num_responses
+        weights = totals.token_weights(micro.response_mask, self.algorithm, num_responses)
         tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
         return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)

@@ -18,7 +18,8 @@ import httpx
 import pytest
 import torch
 
-from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.machine.ports import free_ports
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.rank import Policy

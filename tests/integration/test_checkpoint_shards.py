@@ -20,7 +20,7 @@ import pytest
 import ray
 import torch
 
-from dapo_core.algorithm.batch import RankShare, split_batch
+from dapo_core.algorithm.balance import RankShare, split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.checkpoint.shards import Shards, _Writer

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dapo_core import trainer as trainer_module
-from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.engines.hf_engine import HuggingFaceEngine
 from dapo_core.memory.holdings import COLOCATED, OF_ENGINES, OF_RANKS, Phase

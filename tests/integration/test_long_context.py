@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dapo_core.algorithm.batch import Batch, build_batch, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.memory.rank import rank_memory

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dapo_core.algorithm.batch import split_batch
+from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.checkpoint.manifest import MANIFEST_FILE
 from dapo_core.checkpoint.writer import CheckpointWriter

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.algorithm.batch import Batch, TokenStats, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.loss import LossSums, LossTotals
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.cluster.actors import Actors

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dapo_core.algorithm.batch import split_batch
+from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.config.train import TrainConfig

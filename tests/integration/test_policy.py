@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.errors import ModelError

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.algorithm.batch import Batch, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.machine.device import device_for
 from dapo_core.memory.holdings import GRADIENTS, OPTIMIZER, WEIGHTS

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.algorithm.batch import Batch, random_order, split_batch
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch, random_order
 from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.cluster.actors import Actors

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.algorithm.batch import split_batch
+from dapo_core.algorithm.balance import split_batch
 from dapo_core.draw.rollout import RolloutWorker
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
