@@ -117,7 +117,8 @@ class Trainer:
             batch, kl_metrics = self._weigh(batch, stats, timer)
             updates, stats = self._learn(batch, stats, number, timer)
             require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
-            metrics |= self._publish(batch, updates[-1].policy_version, timer) | kl_metrics
+            metrics |= self._publish(batch, updates[-1].policy_version, timer)
+            metrics |= kl_metrics
             metrics |= training_metrics(groups, drawn, batch, stats, updates, config)
             seconds = timer.seconds["update_actor"]
             metrics |= self.utilization.metrics(batch, seconds, config.train.passes)
