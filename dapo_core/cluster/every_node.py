@@ -55,7 +55,7 @@ class Answers:
 def living_nodes() -> list[Node]:
     """Return the live nodes by name; nodes with equal host and address also show Ray's ID."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    free = available_resources_per_node()
+    free = available_resources_per_node()  # private: publicly, Ray only tells the sum
     names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in alive]
     duplicates = {name for name, count in Counter(names).items() if count > 1}
     nodes = [

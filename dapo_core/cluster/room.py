@@ -98,7 +98,8 @@ def main(address: str) -> int:
     use_known_token(address)
     try:
         if address == "auto" and not os.environ.get("RAY_ADDRESS"):
-            # Ray would retry forever if a dead instance left its address in a file.
+            # Ray retries forever if a dead instance left its address in a file, which only a
+            # private function reads.
             _require_listener(services.canonicalize_bootstrap_address_or_die(address))
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (
@@ -141,7 +142,9 @@ def use_known_token(address: str) -> None:
             address = services.canonicalize_bootstrap_address_or_die(address)
     if found := token_environment(address, os.environ):
         os.environ.update(found)
-        Config.initialize("")  # Ray read the variables on import
+        Config.initialize(
+            ""
+        )  # Ray reads the variables on import, and has no public way to do it again
 
 
 def _require_listener(address: str) -> None:

@@ -261,8 +261,7 @@ def _start(
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # before vLLM compiles its samplers, which needs a C++ compiler
-        torch._dynamo.config.disable = True
+        torch.compiler.set_stance("force_eager")  # vLLM's samplers would need a C++ compiler
         torch.set_num_threads(settings.threads)
         if part is not None:
             set_defaults(VLLM_PARTS_ON_CPU)
@@ -360,7 +359,7 @@ def _executor(address: str, rank: int) -> Any:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class Part(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
+        def _distributed_args(self) -> tuple[str, int, int]:  # private; test_private_parts.py
             # Ray exposes only the worker's own accelerator, so its index is 0.
             return address, rank, rank if current_platform.is_cpu() else 0
 

@@ -97,7 +97,7 @@ def load_sharded(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks of an unsharded model; raises ModelError if there are none.
 
-    transformers names their classes only in the private `_no_split_modules`; test_sharded_model.py
+    transformers names their classes only in the private `_no_split_modules`; test_private_parts.py
     guards it.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -147,7 +147,7 @@ def _require_same_tensors(
     """Raise ModelError unless the files contain every parameter, and nothing else."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
-    # transformers lists the tensors that a model skips only in this private name; test_packing.py
+    # transformers lists the tensors that a model skips only in this private name; test_private_parts.py
     # guards it.
     ignored = [
         *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()),

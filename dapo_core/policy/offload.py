@@ -121,7 +121,7 @@ def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             return moved.pop(id(tensor)) if id(tensor) in moved else tensor.to(device)
 
-        model._apply(place)  # what model.to(device) calls, so FSDP2 picks up the new shards
+        model._apply(place)  # private: what model.to(device) calls, so FSDP2 takes the shards
 
 
 def move_optimizer(

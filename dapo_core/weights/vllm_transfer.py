@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
         raise NotImplementedError
 
 
+@cache
+def _register() -> None:
+    WeightTransferEngineFactory.register_engine(BACKEND, StreamEngine)
+
+
 def settings() -> dict[str, Any]:
     """Return the EngineArgs that enable StreamEngine; empty if vLLM does not support it.
 
@@ -75,8 +81,7 @@ def settings() -> dict[str, Any]:
     """
     if current_platform.is_cpu() and not hasattr(WeightTransferEngine, "start_weight_update"):
         return {}
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, StreamEngine)
+    _register()
     return {"weight_transfer_config": {"backend": BACKEND}}
 
 

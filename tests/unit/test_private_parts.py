@@ -1,0 +1,58 @@
+"""Private parts of Ray, torch, vLLM and transformers that the core uses, because there is no public way.
+
+Each fails here first when a library changes it; the comment at its use says why it is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from torch import nn
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_ray_still_binds_to_loopback_starts_processes_and_finds_clusters_as_expected() -> None:
+    import ray
+    from ray._private import ray_constants, services
+    from ray._private.state import available_resources_per_node
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    assert ray_constants.ENABLE_RAY_CLUSTER is True
+    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)  # replaces a loopback address
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
+    assert parameters(services.canonicalize_bootstrap_address_or_die)[0] == "addr"
+    assert parameters(available_resources_per_node) == []
+    assert callable(Config.initialize)
+    assert "_temp_dir" in inspect.getsource(ray.init)
+
+
+def test_torch_still_makes_groups_beside_the_default_one_and_moves_parameters() -> None:
+    from torch.distributed.distributed_c10d import _new_process_group_helper
+
+    positional = ["group_size", "group_rank", "global_ranks_in_group", "backend", "store"]
+    names = parameters(_new_process_group_helper)
+    assert names[:5] == positional
+    assert {"group_name", "timeout"} <= set(names)
+    assert parameters(nn.Module._apply)[:2] == ["self", "fn"]
+
+
+@pytest.mark.slow
+def test_vllm_still_takes_the_rendezvous_of_a_part_from_its_executor() -> None:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    assert parameters(ExecutorWithExternalLauncher._distributed_args) == ["self"]
+    source = inspect.getsource(ExecutorWithExternalLauncher.__mro__[1])
+    assert "distributed_init_method, rank, local_rank = self._distributed_args()" in source
+
+
+def test_transformers_still_names_decoder_layers_skipped_tensors_and_packed_attention() -> None:
+    from transformers import Glm4MoeForCausalLM, Qwen3ForCausalLM
+
+    assert Qwen3ForCausalLM._no_split_modules
+    assert Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected
+    assert Qwen3ForCausalLM._supports_attention_backend is True
