@@ -104,8 +104,7 @@ def test_the_nan_warning_names_the_step_and_what_to_try(
     (said,) = caplog.messages
     assert said.startswith(
         "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite "
-        "number: "
-        "the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, rule out "
-        "causes: "
+        "number: the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, "
+        "rule out causes: "
     )
     assert "train.fused_kernels=[]" in said

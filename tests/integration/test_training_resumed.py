@@ -273,8 +273,7 @@ def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
         stopped = stopped_by(number, step, begun, world, output)
         assert str(stopped) == (
             f"training was stopped after step {step} of 4; its checkpoint is "
-            f"{checkpoints / f'step_{step:06d}'}; "
-            "the same command resumes it"
+            f"{checkpoints / f'step_{step:06d}'}; the same command resumes it"
         )
         assert stopped.exit_code == 128 + number
         said = f"{number.name} received: writing a final checkpoint after step {step}, then ending"

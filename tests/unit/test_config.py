@@ -185,8 +185,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         (
             "sampler.gen_prompts=51",
             r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never "
-            r"fill "
-            r"train\.train_prompts=512",
+            r"fill train\.train_prompts=512",
         ),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),

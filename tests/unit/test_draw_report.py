@@ -35,7 +35,7 @@ def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(
         seen.generated_tokens = int(clock.now - 100) * 50  # and 30 a second of groups in flight
         progress.show(seen, 96, num_ready=10, num_open_tokens=int(clock.now - 100) * 30)
     assert caplog.messages == [  # 8 groups in 10 s: 7.5 s for the 6 that are left
-        f"training step 3: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 9 all wrong; "
+        "training step 3: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 9 all wrong; "
         f"80 tokens/s, about {seconds} s left"
         for seconds in (8, 15)
     ]

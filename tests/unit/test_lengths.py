@@ -29,9 +29,8 @@ def test_a_small_model_gets_working_keys() -> None:
     # 120
     assert advice == (
         "these fit together: --set data.max_prompt_tokens=112 --set "
-        "rollout.max_response_tokens=400 "
-        "--set reward.overlong.buffer_tokens=80 --set evaluate.max_response_tokens=392 "
-        "--set serve.max_model_len=512"
+        "rollout.max_response_tokens=400 --set reward.overlong.buffer_tokens=80 --set "
+        "evaluate.max_response_tokens=392 --set serve.max_model_len=512"
     )
 
 

@@ -70,8 +70,8 @@ def test_draws_without_any_signal_say_so_first(outcome: list[float], word: str) 
     source = ScriptedSource([outcome], burst=4)
     opening = (
         rf"^every response to the 4 prompts was {word}, so there is nothing to learn from: this "
-        rf"step needs 1 "
-        r"prompt with both right and wrong responses\. 4 new prompts .* raise rollout\.group_size"
+        r"step needs 1 prompt with both right and wrong responses\. 4 new prompts .* raise "
+        r"rollout\.group_size"
     )
     with pytest.raises(NotEnoughSignal, match=opening):
         make_sampler(source, train_prompts=1, max_num_gen_batches=1).draw(step=1)
@@ -102,10 +102,9 @@ def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(
     # flight
     assert "2 of 3 groups with signal" in str(caught.value)
     assert re.search(
-        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more would "
-        r"never end "
-        r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower "
-        r"train\.train_prompts",
+        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more "
+        r"would never end \(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, "
+        r"lower train\.train_prompts",
         str(caught.value),
     )
     assert len(sampler(on_exhausted).draw(1).groups) == num_trained
@@ -262,10 +261,8 @@ def test_unscored_responses_give_no_signal() -> None:
             30.0,
             RolloutError,
             "no group was kept for 31 s of training step 3. 4 new prompts and the groups carried "
-            "over gave 0 "
-            "of 2 groups with signal: of 0 finished groups|4 groups with 0 response tokens are in "
-            "flight|"
-            "No group finished",
+            "over gave 0 of 2 groups with signal: of 0 finished groups|4 groups with 0 response "
+            "tokens are in flight|No group finished",
         ),
         # after 12 s six groups have come: two all right, four all wrong; three others are in flight
         (
@@ -274,8 +271,7 @@ def test_unscored_responses_give_no_signal() -> None:
             11.5,
             NotEnoughSignal,
             "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, "
-            "0.0% had signal "
-            "(mean accuracy 33.3%)|3 groups with 0 response tokens are in flight",
+            "0.0% had signal (mean accuracy 33.3%)|3 groups with 0 response tokens are in flight",
         ),
     ],
 )
