@@ -81,9 +81,8 @@ def train(
         stream, validation = _read_prompts(
             config, train_path, model_path, output_dir, held_out_path
         )
-        identity = training_identity(
-            config, stream.digest, model_path
-        )  # now: a scorer file may change later
+        # now: a scorer file may change later
+        identity = training_identity(config, stream.digest, model_path)
         with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:

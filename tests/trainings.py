@@ -17,10 +17,8 @@ from flows.config import Config, resolve_config
 NUM_PROBLEMS = 200
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "run": {
-        "seed": 3,
-        "deterministic": True,
-    },  # what a step keeps must not hang on speed: runs are compared
+    # what a step keeps must not hang on speed: runs are compared
+    "run": {"seed": 3, "deterministic": True},
     "data": {"train": "arithmetic", "eval": "arithmetic", "max_prompt_tokens": 96},
     "model": {"source": "recipe"},
     "reward": {"overlong": {"buffer_tokens": 8}},

@@ -83,9 +83,8 @@ def mask_rollouts(
     if settings.divergence != "off":
         level, _, kind = settings.divergence.partition("-")
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        values = (
-            clamped.square() / 2 if kind == "k2" else torch.expm1(clamped) - clamped
-        )  # 0 outside the mask
+        # 0 outside the mask
+        values = clamped.square() / 2 if kind == "k2" else torch.expm1(clamped) - clamped
         if level == "max":
             values = values.amax(dim=-1, keepdim=True)
         elif level != "token":

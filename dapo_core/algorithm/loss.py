@@ -109,9 +109,8 @@ class LossSums:
 class PolicyLoss(NamedTuple):
     """Loss of a part of a mini-batch."""
 
-    loss: (
-        torch.Tensor
-    )  # differentiable: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    # differentiable: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    loss: torch.Tensor
     sums: LossSums
 
 

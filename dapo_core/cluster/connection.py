@@ -66,9 +66,8 @@ def connected_to_ray(
 @contextmanager
 def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator[Path | None]:
     try:
-        ask_cluster(
-            address, answer_seconds
-        )  # ray.init ignores signals while it waits for a cluster
+        # ray.init ignores signals while it waits for a cluster
+        ask_cluster(address, answer_seconds)
     except WorkerDied as error:
         if "AuthenticationError" not in str(error):
             raise
@@ -153,9 +152,8 @@ def _start(folder: Path, num_cpus: int) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 runtime_env={"env_vars": WORKERS | LOOPBACK},
-                _temp_dir=str(
-                    folder / "ray"
-                ),  # Ray makes it world-accessible, but its parent is private
+                # Ray makes it world-accessible, but its parent is private
+                _temp_dir=str(folder / "ray"),
                 **_OPTIONS,
             )
         except BaseException as error:

@@ -142,9 +142,8 @@ def use_known_token(address: str) -> None:
             address = services.canonicalize_bootstrap_address_or_die(address)
     if found := token_environment(address, os.environ):
         os.environ.update(found)
-        Config.initialize(
-            ""
-        )  # Ray reads the variables on import, and has no public way to do it again
+        # Ray reads the variables on import, and has no public way to do it again
+        Config.initialize("")
 
 
 def _require_listener(address: str) -> None:

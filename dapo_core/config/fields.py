@@ -26,9 +26,8 @@ class _Object(dict[str, JsonValue]):
         return hash(json.dumps(self, sort_keys=True))
 
 
-JsonObject = Annotated[
-    dict[str, JsonValue], AfterValidator(_Object)
-]  # for keys that hold free-form fields
+# for keys that hold free-form fields
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]
 
 
 class Section(BaseModel):

@@ -10,11 +10,8 @@ from dapo_core.draw.groups import Group, Rollout
 
 Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus"]
 FATES: tuple[Fate, ...] = get_args(Fate)
-NO_SIGNAL: tuple[Fate, ...] = (
-    "all_right",
-    "all_wrong",
-    "all_equal",
-)  # the last: other equal values
+# the last: other equal values
+NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")
 WITH_LENGTHS = ("finished", "kept", "surplus")  # sets whose response lengths are reported
 
 
@@ -55,9 +52,8 @@ class TokenAccount:
     finished_groups: int = 0  # in this step
     num_right: int = 0  # right responses in the groups that finished in this step
     num_unscored: int = 0  # responses without a score in these groups
-    scores: dict[str, list[tuple[float, bool]]] = field(
-        default_factory=dict
-    )  # by set: (score, is right)
+    # by set: (score, is right)
+    scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
     reward_seconds: float = 0.0  # engines were idle; only scoring was pending
 
     def add(self, fate: Fate, responses: Sequence[Rollout]) -> None:

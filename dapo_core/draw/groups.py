@@ -73,9 +73,8 @@ class GroupRequest:
     group_id: int  # position of its prompt in the stream; negative outside the stream
     prompt: Prompt
     step: int  # training step that drew the prompt, also if a later step continues it
-    responses: list[Response] = field(
-        default_factory=list
-    )  # [G]; those with finish reason `abort` are continued
+    # [G]; those with finish reason `abort` are continued
+    responses: list[Response] = field(default_factory=list)
     versions: list[VersionSpans] = field(default_factory=list)  # [G], of `responses`
     sampling: Sampling | None = None  # None: the engine's default
     num_samples: int | None = None  # None: G

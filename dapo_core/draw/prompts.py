@@ -33,9 +33,8 @@ class Prompt:
     prompt_ids: tuple[int, ...]
     data_source: str
     ground_truth: str
-    extra_info: Mapping[str, Any] = field(
-        default_factory=dict, hash=False
-    )  # of the row, in JSON types
+    # of the row, in JSON types
+    extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dataset: str = ""  # name of its set, if there are several
 
 
@@ -59,9 +58,8 @@ class TokenizedPrompts:
             for number in range(self._file.num_record_batches)
         ]
         self._firsts = np.cumsum([0, *map(len, batches)])  # first row of each batch
-        self.lengths = np.concatenate(
-            [ids.value_lengths().to_numpy() for ids in batches]
-        )  # tokens of every row
+        # tokens of every row
+        self.lengths = np.concatenate([ids.value_lengths().to_numpy() for ids in batches])
         is_long = self.lengths > max_prompt_tokens
         treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train")
         self._rows = np.flatnonzero(~is_long if too_long == "drop" else np.ones_like(is_long))
@@ -173,9 +171,8 @@ class PromptStream:
         set_index = int(self._turns[turn])
         rows = self._sets[set_index]
         per_cycle = int(np.count_nonzero(self._turns == set_index))
-        num_before = cycle * per_cycle + int(
-            np.count_nonzero(self._turns[:turn] == set_index)
-        )  # in the set
+        # in the set
+        num_before = cycle * per_cycle + int(np.count_nonzero(self._turns[:turn] == set_index))
         epoch, offset = divmod(num_before, len(rows))
         if self._orders.get(set_index, (None,))[0] != epoch:
             self._orders[set_index] = epoch, self._order(epoch, len(rows))

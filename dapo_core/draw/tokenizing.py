@@ -51,9 +51,8 @@ BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
 
-Tokens = tuple[
-    np.ndarray, np.ndarray
-]  # concatenated token ids of several prompts, and the length of each
+# concatenated token ids of several prompts, and the length of each
+Tokens = tuple[np.ndarray, np.ndarray]
 
 
 def tokenize_prompts(

@@ -72,9 +72,8 @@ class EngineSettings:
     pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
     # distribute whole experts over processes instead of splitting each
     expert_parallel: bool = False
-    engine_args: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # additional arguments of vLLM's EngineArgs
+    # additional arguments of vLLM's EngineArgs
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property

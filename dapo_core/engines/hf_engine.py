@@ -35,13 +35,8 @@ PREFILL_TOKENS = 8192  # per wave, including padding
 GROWTH_TOKENS = 64  # columns by which a cache grows
 WAVE_SHARE = 0.25  # share of free rows that makes a prefill wave worthwhile
 FINISHED_SHARE = 0.25  # share of finished rows that makes compaction worthwhile
-_ROW_TENSORS = (
-    "ids",
-    "positions",
-    "prompt_lengths",
-    "uniforms",
-    "sampling_numbers",
-)  # tensors of _Batch, one row each
+# tensors of _Batch, one row each
+_ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "sampling_numbers")
 
 
 class _GrowingLayer(DynamicLayer):

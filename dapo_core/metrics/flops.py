@@ -38,9 +38,8 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
         projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers)
     )
     attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
-    width = (
-        2 * num_heads * head_dim
-    )  # multiply-adds per pair: its score, and its share of the value
+    # multiply-adds per pair: its score, and its share of the value
+    width = 2 * num_heads * head_dim
     attention = config.num_hidden_layers * width * attended
     head = config.vocab_size * config.hidden_size * num_logits
     return float(3 * 2 * (weights * lengths.sum() + attention + head))

@@ -22,13 +22,8 @@ if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch
     from dapo_core.config.algorithm import RolloutCorrectionConfig
 
-SHARED_NAMES = (
-    "kl",
-    "k3_kl",
-    "ppl_ratio",
-    "chi2_token",
-    "chi2_seq",
-)  # the same under rollout/ and rollout_corr/
+# the same under rollout/ and rollout_corr/
+SHARED_NAMES = ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")
 
 
 def correction_metrics(

@@ -15,12 +15,8 @@ from dapo_core.errors import ConfigError
 from dapo_core.machine.device import Device
 
 Operation = Callable[..., torch.Tensor]
-ARCHITECTURES = (
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-)  # use exactly these operations; see test_kernels.py
+# use exactly these operations; see test_kernels.py
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 # relative to the largest value: bfloat16 has 8 bits, and kernels round differently
 MAX_DIFFERENCE = 0.02
 

@@ -35,9 +35,8 @@ class PackedRow:
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
-    cells: (
-        torch.Tensor
-    )  # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
+    # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
+    cells: torch.Tensor
 
 
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
@@ -58,16 +57,14 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     offsets = torch.arange(batch.response_mask.shape[1])
     is_response = batch.is_response  # [b, R]
     starts = counts.cumsum(0) - counts + batch.prompt_lengths
-    responses = (starts.unsqueeze(-1) + offsets)[
-        is_response
-    ]  # [M] positions of response tokens in the row
+    # [M] positions of response tokens in the row
+    responses = (starts.unsqueeze(-1) + offsets)[is_response]
     cells = torch.arange(is_response.numel()).view_as(is_response)[is_response]
 
     size = len(token_ids) // num_ranks
     first = rank * size
-    is_local = (responses > first) & (
-        responses <= first + size
-    )  # a token is predicted by the one before it
+    # a token is predicted by the one before it
+    is_local = (responses > first) & (responses <= first + size)
     lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
@@ -135,9 +132,8 @@ class StatsBuffer:
 
     def __init__(self, share: RankShare) -> None:
         self.share = share
-        self.values = torch.zeros(
-            len(TokenStats._fields), *share.batch.response_mask.shape
-        )  # [2, b, R]
+        # [2, b, R]
+        self.values = torch.zeros(len(TokenStats._fields), *share.batch.response_mask.shape)
 
     def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
         """Store log-probs and entropy [M] of micro-batch `number`; entropy may be empty."""

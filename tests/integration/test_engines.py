@@ -184,9 +184,8 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
         assert alone.response_ids == together[request.request_id].response_ids
     other_seed = run(engine, [replace(requests[0], seed=77)])["0"]
     assert other_seed.response_ids != together["0"].response_ids
-    assert (
-        together["0"].response_ids != together["1"].response_ids
-    )  # siblings: same prompt, different seeds
+    # siblings: same prompt, different seeds
+    assert together["0"].response_ids != together["1"].response_ids
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
@@ -249,9 +248,8 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
 
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
     requests = make_requests(2)
-    requests = [
-        replace(request, prompt_ids=list(range(4, 68))) for request in requests
-    ]  # two full cache blocks
+    # two full cache blocks
+    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]
     before = run(engine, requests)
     model = load_model(model_path)
     with torch.no_grad():

@@ -56,9 +56,8 @@ def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
     short, long = (
         split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1)
     )
-    policy.update(
-        short, LossTotals.of(short.batch), with_stats=True
-    )  # allocates moments, libraries and threads
+    # allocates moments, libraries and threads
+    policy.update(short, LossTotals.of(short.batch), with_stats=True)
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -97,6 +96,5 @@ def test_an_update_on_22528_tokens_stays_within_the_memory_plan(tmp_path: Path) 
         assert update.stats.log_probs.shape == (1, RESPONSE)
         assert (update.stats.log_probs < 0).all()
         assert 0.8 * expected < peak < 1.2 * expected
-    assert (
-        expected < (whole_logits + scores) / 10
-    )  # 78 MiB; full logits would take 625, one head's scores 1,936
+    # 78 MiB; full logits would take 625, one head's scores 1,936
+    assert expected < (whole_logits + scores) / 10

@@ -223,10 +223,8 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     policy.save(folder, asynchronous=False)
     if is_offloaded:
         policy.offload([WEIGHTS])
-        transfers.is_late, joined = (
-            False,
-            transfers.num_joined,
-        )  # what follows on the stream is in order
+        # what follows on the stream is in order
+        transfers.is_late, joined = (False, transfers.num_joined)
         policy.onload([WEIGHTS])
         assert transfers.num_joined > joined
         transfers.is_late = True

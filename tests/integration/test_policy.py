@@ -214,12 +214,8 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
         ("qwen3", {"num_ranks": 1, "compile": True}, 45, {}),
         ("qwen3", {"num_ranks": 3}, 30, {}),
         ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {}),
-        (
-            "qwen3",
-            {"num_ranks": 4, "fsdp_size": 2},
-            30,
-            {},
-        ),  # several micro-batches, all-reduced after the last
+        # several micro-batches, all-reduced after the last
+        ("qwen3", {"num_ranks": 4, "fsdp_size": 2}, 30, {}),
         ("qwen3", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
         ("qwen3_moe", {"num_ranks": 2}, 64, {}),
         ("qwen3_moe", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
@@ -307,13 +303,11 @@ def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -
     expected = _expected(config, batch)
     rank, _ = run_ranks(2, _update, config, batch, 64)
     difference = (rank["log_probs"] - expected["log_probs"][rank["indices"]]).abs()
-    assert (
-        1e-4 < difference.mean() < 0.02
-    )  # bfloat16 keeps 8 bits: logits of about 5 are within 0.01 or so
+    # bfloat16 keeps 8 bits: logits of about 5 are within 0.01 or so
+    assert 1e-4 < difference.mean() < 0.02
     assert rank["update"].grad_norm == pytest.approx(expected["norm"], rel=0.02)
-    assert {weight.dtype for weight in rank["weights"].values()} == {
-        torch.float32
-    }  # the master weights
+    # the master weights
+    assert {weight.dtype for weight in rank["weights"].values()} == {torch.float32}
 
 
 def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:

@@ -256,9 +256,8 @@ def test_a_reference_model_is_not_trained(tmp_path: Path, one_rank: None) -> Non
     build_tiny(tmp_path, "qwen3_moe", seed=8)
     model = load_sharded(tmp_path, TrainConfig(dtype="bfloat16"), CPU, Logits, trainable=False)
     assert not model.training
-    assert (
-        sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
-    )  # root and two layers
+    # root and two layers
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for (name, parameter), (_, other) in zip(
         model.causal_lm.named_parameters(), expected.named_parameters(), strict=True

@@ -42,9 +42,8 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
 def test_an_engine_over_two_processes(
     ray_address: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        dapo_core.cluster.actors, "PING_SECONDS", 0.5
-    )  # only a ping detects a dead follower
+    # only a ping detects a dead follower
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address, "placement": "colocated"},

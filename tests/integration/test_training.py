@@ -150,9 +150,8 @@ def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
         num_tokens = num_responses * (line["prompt_length/mean"] + line["response_length/mean"])
         assert line["perf/total_num_tokens"] == pytest.approx(num_tokens)
         assert line["perf/trained_response_tokens"] == line["sampler/kept_tokens"]
-        assert line["perf/throughput"] == pytest.approx(
-            num_tokens / line["timing_s/step"] / 3
-        )  # 2 ranks, 1 engine
+        # 2 ranks, 1 engine
+        assert line["perf/throughput"] == pytest.approx(num_tokens / line["timing_s/step"] / 3)
         fates = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
         went = sum(line[f"sampler/{fate}_tokens"] for fate in fates)
         assert line["perf/generated_tokens"] + carried_in == went
@@ -308,9 +307,8 @@ def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: 
     message = str(caught.value)
     assert "no group was kept for" in message
     assert "6 groups with" in message
-    assert (
-        "6 groups with 0 response tokens" not in message
-    )  # they are generated and wait for scores
+    # they are generated and wait for scores
+    assert "6 groups with 0 response tokens" not in message
     assert "No group finished" in message
     wait_until(started_since(before), "every process is gone")
 

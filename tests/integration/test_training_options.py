@@ -285,19 +285,16 @@ def test_the_grpo_recipe_trains(start: Start) -> None:
         sampler={"dynamic": recipe.sampler.dynamic},
         train={"learning_rate": 1e-2, "warmup_steps": 0},
     )
-    assert (line["sampler/kept_groups"], line["sampler/all_wrong_groups"]) == (
-        4,
-        0,
-    )  # all have acc 0
+    # all have acc 0
+    assert (line["sampler/kept_groups"], line["sampler/all_wrong_groups"]) == (4, 0)
     assert (line["critic/score/min"], line["critic/score/max"]) == (0, 2)
     assert line["reward/overlong_ratio"] == 0
     assert line["critic/rewards/mean"] == line["critic/score/mean"]
     assert line["response_length/clip_ratio"] > 0  # responses that DAPO would penalise
     assert line["policy_version"] == 2
     assert line["actor/kl_coef"] == 0.001
-    assert (
-        line["actor/kl_loss"] > 1e-4
-    )  # in the second update the policy differs from the reference
+    # in the second update the policy differs from the reference
+    assert line["actor/kl_loss"] > 1e-4
     assert line["actor/ppo_kl"] > 1e-4  # and from its anchor
     assert line["actor/pg_clipfrac"] > 0
 

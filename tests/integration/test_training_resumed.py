@@ -209,9 +209,8 @@ def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
     assert [line["step"] for line in lines] == [4, 5]  # the step it begins with is reported, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
-    assert lines[1]["actor/lr"] == pytest.approx(
-        1e-2
-    )  # 10 optimizer steps are past the warm-up of 6
+    # 10 optimizer steps are past the warm-up of 6
+    assert lines[1]["actor/lr"] == pytest.approx(1e-2)
     before = read_state(begun.output / "checkpoints" / "step_000004")
     after = latest_checkpoint(tmp_path / "other" / "checkpoints")
     assert after is not None

@@ -140,11 +140,8 @@ def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Pat
     whole = run("whole", 3)
     run("parts", 1)
     lines = run("parts", 3)
-    assert [line["policy_version"] for line in lines] == [
-        4,
-        8,
-        12,
-    ]  # 2 passes of 2 mini-batches a step
+    # 2 passes of 2 mini-batches a step
+    assert [line["policy_version"] for line in lines] == [4, 8, 12]
     # updates 4, 8 and 12 of warm-up 2 and end 10: 1 - 2/8, 1 - 6/8, 0
     assert [line["actor/lr"] for line in lines] == pytest.approx([0.75e-3, 0.25e-3, 0.0])
     names = (

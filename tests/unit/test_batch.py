@@ -144,9 +144,8 @@ def test_ranks_without_responses_still_take_part() -> None:
     assert [sum(len(part) for part in share.micro_batches) for share in shares] == [
         len(rows) for rows in indices
     ]
-    assert all(
-        share.batch.num_responses == 1 for share in shares
-    )  # something to run the forward pass on
+    # something to run the forward pass on
+    assert all(share.batch.num_responses == 1 for share in shares)
 
 
 def test_unscored_responses_are_masked() -> None:

@@ -525,9 +525,8 @@ def test_every_key_is_read_somewhere() -> None:
         for node in chain.body
         if isinstance(node, ast.FunctionDef) and node.decorator_list
     }
-    names = _names_read() | {
-        f"{stage}_hours" for stage in stages
-    }  # stage_task reads the limit by the stage's name
+    # stage_task reads the limit by the stage's name
+    names = _names_read() | {f"{stage}_hours" for stage in stages}
     unread = [key for key in LEAVES if key.rsplit(".", 1)[-1] not in names]
     assert not unread
 

@@ -107,10 +107,8 @@ def test_engine_arguments_by_device() -> None:
     }
     many = device_arguments("npu", replace(settings, max_num_seqs=1500), 96)
     assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
-    own = {
-        "cudagraph_capture_sizes": [1, 8],
-        "max_num_batched_tokens": 64,
-    }  # vLLM rejects both keys for the sizes
+    # vLLM rejects both keys for the sizes
+    own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}
     assert device_arguments("npu", replace(settings, engine_args=own), 96) == {
         "gpu_memory_utilization": 0.5,
         **own,

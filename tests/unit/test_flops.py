@@ -89,9 +89,8 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     # transformers 5.5 makes the angles of positions by a product of matrices, which no weight is
     # part of
     angles = sum(sum(part.values()) for name, part in counts.items() if name.endswith("rotary_emb"))
-    attention = (
-        counts["Global"][torch.ops.aten.bmm] - angles
-    )  # else it alone has batches of matrices
+    # else it alone has batches of matrices
+    attention = counts["Global"][torch.ops.aten.bmm] - angles
     # eager attention multiplies all 7 x 7 pairs, of which causal attention needs 7 x 8 / 2
     needed = counter.get_total_flops() - angles - attention * 3 / 7
     assert needed == flops(config, [length], length)
@@ -188,9 +187,8 @@ def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         mem_get_info=lambda: (59 * 1024**3, 64 * 1024**3),
         reset_peak_memory_stats=lambda: resets.append(1),
     )
-    monkeypatch.setattr(
-        torch, "npu", vendor, raising=False
-    )  # no such device is here; its API is what is asked
+    # no such device is here; its API is what is asked
+    monkeypatch.setattr(torch, "npu", vendor, raising=False)
     npu: Device = device_for("npu")
     assert npu.name() == "Ascend910B3"
     memory = npu.take_memory()

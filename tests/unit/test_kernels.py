@@ -68,9 +68,8 @@ def test_reference_operations_equal_transformers_bit_for_bit(
     install_kernels(model, ("auto",), _Fused(**{name: twin}))
     torch.testing.assert_close(_results(model), expected, rtol=0, atol=0)
     calls = {"rms_norm": 2 * 2 + 1, "swiglu": 2, "rotary": 2 * 2}[name]  # two layers; query and key
-    calls += (
-        2 * 2 if name == "rms_norm" and model.config.model_type.startswith("qwen3") else 0
-    )  # of heads
+    # of heads
+    calls += 2 * 2 if name == "rms_norm" and model.config.model_type.startswith("qwen3") else 0
     assert len(counted) == (calls if has_dense else 0)
 
 

@@ -46,11 +46,8 @@ def four_node_config(**changes: dict[str, Any]) -> Config:
     [
         ([4, 4], [Demand(6, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], True),
         ([4, 4], [Demand(7, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], False),
-        (
-            [3, 3],
-            [Demand(4, {"NPU": 1}, on_one_node=True)],
-            False,
-        ),  # six are free, but on two nodes
+        # six are free, but on two nodes
+        ([3, 3], [Demand(4, {"NPU": 1}, on_one_node=True)], False),
         ([3, 3], [Demand(4, {"NPU": 1})], True),
         ([4], [Demand(2, {"NPU": 1, "CPU": 1})], False),  # no CPU
         ([], [Demand(1, {"NPU": 1})], False),
@@ -112,9 +109,8 @@ def test_larger_shards_must_fit_the_memory_plan(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"with train\.num_ranks=8, a rank's device needs \d+\.\d GiB in phase"
     ):
-        shrunk(
-            config, device, [NPU_NODE], tmp_path
-        )  # 32 billion parameters, 12 + 4 bytes each, over 8 ranks
+        # 32 billion parameters, 12 + 4 bytes each, over 8 ranks
+        shrunk(config, device, [NPU_NODE], tmp_path)
     allowed = four_node_config(
         train={"device_model": "Atlas 800T A3", "allow_oversubscription": True}
     )

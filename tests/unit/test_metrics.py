@@ -60,9 +60,8 @@ def _groups() -> list[Group]:
 
 
 def test_response_metrics_match_hand_computed_values() -> None:
-    rewards = torch.tensor(
-        [1.0, -1.75, -1.25, -9.0]
-    )  # scores + overlong - KL; of the empty response it says nothing
+    # scores + overlong - KL; of the empty response it says nothing
+    rewards = torch.tensor([1.0, -1.75, -1.25, -9.0])
     assert response_metrics(_groups(), rewards, max_prompt_tokens=3) == pytest.approx(
         {
             "critic/score/mean": -1 / 3,  # (1 - 1 - 1) / 3 without the empty response
@@ -109,10 +108,8 @@ def test_unscored_responses_do_not_enter_score_means() -> None:
     metrics = response_metrics(
         [group], torch.tensor([rollout.reward for rollout in group.rollouts]), max_prompt_tokens=9
     )
-    assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (
-        0.75,
-        0.5,
-    )  # without the 0.0
+    # without the 0.0
+    assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (0.75, 0.5)
     assert metrics["critic/rewards/mean"] == 0.75
     failed = replace(
         group, rollouts=[replace(group.rollouts[0], verdict="error"), *group.rollouts[1:]]

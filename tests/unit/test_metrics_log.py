@@ -132,9 +132,8 @@ def test_a_resume_truncates_metrics_to_the_checkpoint(tmp_path: Path) -> None:
     assert [line["timing_s/step"] for line in lines] == [1.5, 2.5, 9.0]
     assert time.time() - 60 < lines[0]["wall_time"] <= lines[-1]["wall_time"] <= time.time()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert (
-        read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []
-    )  # a new run begins with an empty one
+    # a new run begins with an empty one
+    assert read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []
 
 
 def test_non_finite_metrics_are_written_as_null(tmp_path: Path) -> None:

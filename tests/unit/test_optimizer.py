@@ -52,10 +52,8 @@ def _rates(train: TrainConfig, steps: range = range(1, 15)) -> list[float]:
             {"schedule": "wsd", "decay_ratio": 0.4},
             [0.5, *[1.0] * 7, 0.853553, 0.5, 0.146447, 0, 0, 0],
         ),
-        (
-            {"schedule": "wsd", "decay_ratio": 0.01},
-            [0.5, *[1.0] * 10, 0, 0, 0],
-        ),  # one step at least
+        # one step at least
+        ({"schedule": "wsd", "decay_ratio": 0.01}, [0.5, *[1.0] * 10, 0, 0, 0]),
         # two passes: twice as many updates, so at update 12 p = 10 / 22
         (
             {"schedule": "linear", "passes": 2, "warmup_steps": 2},

@@ -55,9 +55,8 @@ class Init:
 @pytest.fixture(autouse=True)
 def _isolated_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unset the user's token, and use a folder with a short path."""
-    monkeypatch.setattr(
-        connection, "ask_cluster", lambda *_: None
-    )  # it connects in another process
+    # it connects in another process
+    monkeypatch.setattr(connection, "ask_cluster", lambda *_: None)
     monkeypatch.delenv(AUTH_MODE, raising=False)
     monkeypatch.delenv(AUTH_TOKEN, raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:

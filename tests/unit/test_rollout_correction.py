@@ -58,17 +58,11 @@ def _log_ratios(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor, to
         ("token", 2.5, [[0.5, 2.5, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         ("sequence", 10.0, [[1.5, 1.5, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # 0.5 * 3
         ("sequence", 1.75, [[1.5, 1.5, 1.0], [1.75, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        (
-            "stale",
-            10.0,
-            [[1.0, 3.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
-        ),  # only the second token is stale
+        # only the second token is stale
+        ("stale", 10.0, [[1.0, 3.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         ("stale", 2.5, [[1.0, 2.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        (
-            "stale",
-            0.5,
-            [[1.0, 0.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
-        ),  # the limit is for stale ones alone
+        # the limit is for stale ones alone
+        ("stale", 0.5, [[1.0, 0.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
     ],
 )
 def test_importance_weights(
@@ -101,9 +95,8 @@ def test_weight_metrics_cover_only_weighted_tokens() -> None:
     icepop = correction_metrics(
         log_probs, batch, _settings(importance_min=0.9, importance_normalize=True)
     )
-    assert icepop["rollout/importance_mean"] == pytest.approx(
-        0.5
-    )  # (0 + 1) / 2, before it is divided by 8 / 9
+    # (0 + 1) / 2, before it is divided by 8 / 9
+    assert icepop["rollout/importance_mean"] == pytest.approx(0.5)
     assert icepop["rollout/importance_truncated_ratio"] == 0.5
     of_all = correction_metrics(log_probs, batch, _settings(importance="token"))
     assert of_all["rollout/importance_mean"] == pytest.approx(6.5 / 9)  # 2 + 1 + 7 * 0.5
@@ -196,25 +189,13 @@ def test_verls_response_weight_and_rejection_metrics_match_hand_computed_values(
         # ratios 0.5, 3 | 2: ratios outside the interval get weight 0; they are neither truncated
         # nor masked
         ("token", 0.4, 2.5, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        (
-            "token",
-            0.5,
-            2.0,
-            [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
-        ),  # the bounds are inside
+        # the bounds are inside
+        ("token", 0.5, 2.0, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         ("token", 0.6, 3.5, [[0.0, 3.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        (
-            "sequence",
-            1.6,
-            2.5,
-            [[0.0, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
-        ),  # products 1.5 and 2
-        (
-            "stale",
-            0.6,
-            2.5,
-            [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
-        ),  # only the second token is stale
+        # products 1.5 and 2
+        ("sequence", 1.6, 2.5, [[0.0, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        # only the second token is stale
+        ("stale", 0.6, 2.5, [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
     ],
 )
 def test_icepop_sets_weights_outside_the_interval_to_zero(
@@ -244,11 +225,8 @@ def test_normalized_weights_have_mean_one(
     settings = _settings(
         importance="token", importance_min=5.0, importance_max=6.0, importance_normalize=True
     )
-    assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [
-        0.0,
-        0.0,
-        0.0,
-    ]  # no mean to divide by
+    # no mean to divide by
+    assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_contradictory_weight_settings_are_refused() -> None:
@@ -279,12 +257,8 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(
 @pytest.mark.parametrize(
     ("mask", "low", "high", "expected"),
     [
-        (
-            "token",
-            0.6,
-            2.5,
-            [[False, False, False], [True, False, False], [False] * 3],
-        ),  # 0.5, 3 | 2
+        # 0.5, 3 | 2
+        ("token", 0.6, 2.5, [[False, False, False], [True, False, False], [False] * 3]),
         ("token", 0.4, 2.5, [[True, False, False], [True, False, False], [False] * 3]),
         ("token", 0.6, 3.5, [[False, True, False], [True, False, False], [False] * 3]),
         # geometric means 1.5^0.5 = 1.2247 and 2

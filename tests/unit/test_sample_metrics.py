@@ -103,7 +103,6 @@ def test_majority_voting_is_deterministic_and_needs_answers() -> None:
     ]
     metrics = sample_metrics("set", asked, 4)
     assert metrics == sample_metrics("set", asked, 4)
-    assert (
-        0.25 < metrics["val-core/set/acc/maj@4/mean"] < 0.35
-    )  # 0.594 of the first, none of the second
+    # 0.594 of the first, none of the second
+    assert 0.25 < metrics["val-core/set/acc/maj@4/mean"] < 0.35
     assert not [name for name in sample_metrics("set", [rollouts([1.0] * 4)], 4) if "maj" in name]

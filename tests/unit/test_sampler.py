@@ -146,9 +146,8 @@ def test_exhausted_draws_train_partially_or_skip_the_step(
     assert booked(draw) == fates
     assert draw.account.waste_ratio == (0.5 if indices else 1.0)
     assert message in caplog.text
-    assert len(sampler.surplus) == fates.get(
-        "surplus", 0
-    )  # a skipped step leaves its groups to the next
+    # a skipped step leaves its groups to the next
+    assert len(sampler.surplus) == fates.get("surplus", 0)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -89,9 +89,8 @@ def test_prompts_are_drawn_up_to_the_open_limit() -> None:
     assert (booked(first), first.account.carried_out_groups) == ({"kept": 2, "all_wrong": 1}, 2)
     second = sampler.draw(step=2)
     assert (_ids(second.groups), second.num_drawn) == ([3, 4], 2)
-    assert (
-        sampler.draw(step=3).num_drawn == 3
-    )  # two for the groups of step 2, and one for 5, which has no signal
+    # two for the groups of step 2, and one for 5, which has no signal
+    assert sampler.draw(step=3).num_drawn == 3
 
 
 def test_surplus_is_used_before_new_groups() -> None:
@@ -134,9 +133,8 @@ def test_unfinished_groups_resume_before_new_prompts() -> None:
     ]
     assert (_ids(second.groups), second.num_drawn) == ([2, 3], 2)
     assert (second.account.carried_in_groups, second.account.carried_in_tokens) == (2, 8)
-    assert (
-        second.account.generated_tokens == 2 * (TOKENS_PER_GROUP - 4) + 2 * 4
-    )  # fresh ones have begun as well
+    # fresh ones have begun as well
+    assert second.account.generated_tokens == 2 * (TOKENS_PER_GROUP - 4) + 2 * 4
     assert second.account.tokens["kept"] == 2 * TOKENS_PER_GROUP
 
 

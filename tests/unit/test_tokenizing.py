@@ -111,9 +111,8 @@ def test_too_long_held_out_prompts_are_refused_with_their_count(
     problems = [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
     lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)]
     assert lengths == sorted(lengths)
-    assert (
-        len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
-    )  # the limit itself is allowed
+    # the limit itself is allowed
+    assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
     expected = rf"2 of 3 .* data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens.*data\.eval$"
     with pytest.raises(DataError, match=expected):
         tokenize_prompts(problems, tokenizer, lengths[0])
@@ -192,9 +191,8 @@ def test_rows_are_tokenized_only_once(
         other = write_rows(tmp_path / "other.parquet", [row_of(number) for number in range(3)])
         assert len(prompts_of(other)) == 3
         assert len(made) == 2
-        assert (
-            len(list((tmp_path / "training" / ".prompts").iterdir())) == 1
-        )  # of the newest rows alone
+        # of the newest rows alone
+        assert len(list((tmp_path / "training" / ".prompts").iterdir())) == 1
         (model / "tokenizer_config.json").write_text(
             (model / "tokenizer_config.json").read_text(encoding="utf-8") + "\n", encoding="utf-8"
         )

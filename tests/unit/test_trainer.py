@@ -79,10 +79,8 @@ def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> 
     ("sections", "coefficient"),
     [
         ({"rollout": {"group_size": 8}}, 0.25),  # the waiting groups have 16 responses
-        (
-            {"algorithm": {"kl": {"target": 0.5}}},
-            0.25,
-        ),  # adapted so far, from now on to another target
+        # adapted so far, from now on to another target
+        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),
         ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # an explicit change wins
     ],
 )
@@ -197,11 +195,8 @@ def test_a_checkpoint_is_published_while_waiting_for_groups(
 
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1, trainer._while_waiting)
-    assert named == [
-        None,
-        None,
-        *[tmp_path / "checkpoints" / "step_000005"] * 2,
-    ]  # written after the second poll
+    # written after the second poll
+    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]
     assert trainer.checkpoints.take_polled_seconds() > 0
 
 

@@ -163,9 +163,8 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 ) -> None:
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
-    (folder / "step_000010" / "__0_0.distcp").write_text(
-        "shard of step_000005\n"
-    )  # copied from another step
+    # copied from another step
+    (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")
     monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 

@@ -198,9 +198,8 @@ def test_unscored_samples_do_not_count() -> None:
         == metrics["val-core/arithmetic/acc/mean@2"]
         == (0.5 + 0.0 + 0.25) / 3
     )
-    assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx(
-        (0.75 + 0.0 + 0.25) / 3
-    )  # 3 of 4 draws
+    # 3 of 4 draws
+    assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx((0.75 + 0.0 + 0.25) / 3)
     assert metrics["val-aux/arithmetic/acc/worst@2/mean"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
     assert metrics["val-aux/arithmetic/acc/std@2"] == pytest.approx(0.5 / 3)
     assert metrics["validation/unscored_ratio"] == 2 / 6
