@@ -65,61 +65,80 @@ def start_cluster(
     """
     started = time.monotonic()
     require_versions()
-    train = config.train
-    device = device_for(train.device)
-    if train.ray_address is None:  # all devices are on this machine
+    device = device_for(config.train.device)
+    if config.train.ray_address is None:  # all devices are on this machine
         device.require()
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
     engines: list[list[Any]] = []  # parts of each engine; the first is the rollout worker
-    with connected_to_ray(train, config.num_cpus) as folder:
+    with connected_to_ray(config.train, config.num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
-            if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
-                config, places = place_what_is_left(config, device, groups, Path(model_path))
-            else:
-                seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
-                places = place_roles(config, device, groups, seconds)
+            config, places = _place(config, device, groups, Path(model_path), is_restart)
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(PolicyRank) for place in places.ranks]
             engines += [
                 [
-                    place.start(EngineRank if number else RolloutRank)
-                    for number, place in enumerate(parts)
+                    place.start(EngineRank if part else RolloutRank)
+                    for part, place in enumerate(parts)
                 ]
                 for parts in places.engines
             ]
-            workers = [parts[0] for parts in engines]
             actors = _watched(ranks, engines)
-            address = _meeting_point(folder, ranks[0], actors)
-            starting = [
-                rank.start.remote(number, len(ranks), address, str(model_path), config)
-                for number, rank in enumerate(ranks)
-            ]
-            model_config = load_model_config(model_path, config.model.trust_remote_code)
-            policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
-            if train.is_colocated:  # engines measure their devices' free memory
-                actors.get(starting)
-                policy.offload(OF_RANKS)
-            for parts in engines:
-                place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
-                starting += _start_parts(parts, place, str(model_path), config)
-            actors.get(starting)
-            actors.get(
-                [parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1]
-            )
+            policy = _load(ranks, engines, actors, str(model_path), config, folder)
             weights = WeightTransfer(ranks, engines, actors.get)
-            meeting_point = partial(_meeting_point, folder, ranks[0], actors)
-            weights.connect(
-                _reads_memory(places, device), meeting_point, on_device=device.has_own_memory
-            )
+            address = partial(_meeting_point, folder, ranks[0], actors)
+            weights.connect(_reads_memory(places, device), address, device.has_own_memory)
+            workers = [parts[0] for parts in engines]
             counts = counted(len(ranks), "policy rank"), counted(len(workers), "rollout worker")
             logger.info("%s and %s ready after %.0f s", *counts, time.monotonic() - started)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
             yield Cluster(policy, rollouts, weights, config)
         finally:
-            _end(ranks, engines, groups if train.ray_address else [])
+            _end(ranks, engines, groups if config.train.ray_address else [])
+
+
+def _place(
+    config: TrainingConfig,
+    device: Device,
+    groups: list[PlacementGroup],
+    model_path: Path,
+    is_restart: bool,
+) -> tuple[TrainingConfig, Places]:
+    """Place the roles; also returns the configuration, which a restart may have shrunk."""
+    train = config.train
+    if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
+        return place_what_is_left(config, device, groups, model_path)
+    seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
+    return config, place_roles(config, device, groups, seconds)
+
+
+def _load(
+    ranks: Sequence[Any],
+    engines: Sequence[list[Any]],
+    actors: Actors,
+    model_path: str,
+    config: TrainingConfig,
+    folder: Path | None,
+) -> PolicyGroup:
+    """Load the model into all ranks and engines."""
+    address = _meeting_point(folder, ranks[0], actors)
+    starting = [
+        rank.start.remote(number, len(ranks), address, model_path, config)
+        for number, rank in enumerate(ranks)
+    ]
+    model_config = load_model_config(model_path, config.model.trust_remote_code)
+    policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
+    if config.train.is_colocated:  # engines measure their devices' free memory
+        actors.get(starting)
+        policy.offload(OF_RANKS)
+    for parts in engines:
+        place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
+        starting += _start_parts(parts, place, model_path, config)
+    actors.get(starting)
+    actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
+    return policy
 
 
 def _start_parts(
@@ -157,9 +176,7 @@ def _end(
     ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]
 ) -> None:
     """End all processes, even hanging ones, and remove the placement groups of a shared cluster."""
-    for (
-        rank
-    ) in ranks:  # first, since a worker may be waiting for weights that a rank will never send
+    for rank in ranks:  # first, since a worker may wait for weights that a rank will never send
         ray.kill(rank)
     closing = [parts[0].close.remote() for parts in engines]
     if closing:  # a worker that hangs is killed below, and its scoring processes end with it

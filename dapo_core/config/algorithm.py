@@ -13,21 +13,13 @@ class KLConfig(Section):
     """KL divergence to a reference model, which is loaded only when `place` is set."""
 
     place: Literal["off", "loss", "reward"] = key(
-        "off",
-        "loss: add the KL divergence to the loss; reward: subtract it from the reward; off: no KL.",
+        "off", "loss: add the KL divergence to the loss; reward: subtract it from the reward."
     )
     coefficient: float = key(
-        0.001,
-        "Weight of the KL divergence; the initial value with controller=adaptive.",
-        ge=0,
-        le=100,
+        0.001, "Weight of the KL divergence, or its initial one.", ge=0, le=100
     )
     estimator: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"] = (
-        key(
-            "low_var_kl",
-            "Per-token estimator (k1, |k1|, k2, k3); `+` keeps its value but uses the gradient of "
-            "k2.",
-        )
+        key("low_var_kl", "Per-token estimator (k1, |k1|, k2, k3); `+` takes the gradient of k2.")
     )
     controller: Literal["fixed", "adaptive"] = key(
         "fixed", "fixed: constant coefficient; adaptive: adjusted to reach `target`."
@@ -37,14 +29,10 @@ class KLConfig(Section):
     )
     horizon: float = key(10_000.0, "Time constant of controller=adaptive, in responses.", gt=0)
     reference_path: str | None = key(
-        None,
-        "Folder of a reference model with the policy's architecture and sizes; unset: the initial "
-        "policy.",
+        None, "Reference model with the policy's architecture and sizes; unset: the initial policy."
     )
     refresh_every: int = key(
-        0,
-        "Training steps between copies of the policy's weights into the reference model; 0: never.",
-        ge=0,
+        0, "Training steps between copies of the policy into the reference model; 0: never.", ge=0
     )
 
     @model_validator(mode="after")
@@ -80,15 +68,10 @@ class RolloutCorrectionConfig(Section):
     )
     importance_max: float = key(2.0, "Upper bound at which importance weights are truncated.", gt=0)
     importance_min: float | None = key(
-        None,
-        "If set, importance weights are not truncated: ratios outside [importance_min, "
-        "importance_max] get weight 0 (IcePop).",
-        gt=0,
+        None, "If set, ratios outside [importance_min, importance_max] get weight 0 (IcePop).", gt=0
     )
     importance_normalize: bool = key(
-        False,
-        "Divide importance weights by their mean over the step's tokens (over responses with "
-        "`sequence`).",
+        False, "Divide importance weights by their mean over the step."
     )
     mask: Literal["off", "token", "sequence", "product"] = key(
         "off",
@@ -143,22 +126,14 @@ class AlgorithmConfig(Section):
     """Advantage and loss. The default is DAPO; GRPO is a choice of its keys."""
 
     baseline: Literal["group-mean", "leave-one-out"] = key(
-        "group-mean",
-        "Reward baseline: the mean of the group, or of the group's other responses (RLOO).",
+        "group-mean", "Reward baseline: the mean of the group, or of its other responses (RLOO)."
     )
     normalize_by_std: bool = key(True, "Divide advantages by the group's standard deviation.")
-    clip_ratio_low: float = key(
-        0.2, "Lower clip: the ratio is clipped at 1 - clip_ratio_low.", ge=0, lt=1
-    )
+    clip_ratio_low: float = key(0.2, "Lower clip: ratios stop at 1 - clip_ratio_low.", ge=0, lt=1)
     clip_ratio_high: float = key(
-        0.28,
-        "Upper clip: the ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher).",
-        ge=0,
-        le=10,
+        0.28, "Upper clip: ratios stop at 1 + clip_ratio_high (DAPO's clip-higher).", ge=0, le=10
     )
-    clip_ratio_dual: float = key(
-        10.0, "Dual clip: bound of the ratio for negative advantages.", gt=1
-    )
+    clip_ratio_dual: float = key(10.0, "Dual clip: ratio bound for negative advantages.", gt=1)
     loss_aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -167,9 +142,7 @@ class AlgorithmConfig(Section):
         "seq-mean-token-sum-norm",
     ] = key("token-mean", "How token losses are aggregated over a mini-batch.")
     loss_norm_tokens: int | None = key(
-        None,
-        "Constant divisor of seq-mean-token-sum-norm, such as the response limit (Dr. GRPO).",
-        ge=1,
+        None, "Divisor of seq-mean-token-sum-norm, such as the response limit (Dr. GRPO).", ge=1
     )
     entropy_coefficient: float = key(0.0, "Weight of the entropy bonus in the loss.", ge=0, le=10)
     old_log_probs: Literal["policy", "engine"] = key(

@@ -27,26 +27,17 @@ class RolloutConfig(Section):
         "vllm", "Inference engine; hf: transformers in process, for tests and small models."
     )
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    tensor_parallel: int = volatile(
-        1, "Tensor-parallel devices per engine, all on one node.", ge=1, le=64
-    )
+    tensor_parallel: int = volatile(1, "Devices per pipeline stage, all on one node.", ge=1, le=64)
     pipeline_parallel: int = volatile(1, "Pipeline stages per engine; may span nodes.", ge=1, le=64)
-    expert_parallel: bool = volatile(
-        False,
-        "Distribute whole experts over an engine's devices instead of splitting each expert by "
-        "rows.",
-    )
+    expert_parallel: bool = volatile(False, "Give each of an engine's devices whole experts.")
     threads_per_worker: int = volatile(2, "CPU threads per engine device.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     chat_template_kwargs: JsonObject = key(
-        {},
-        "Chat template arguments, such as {enable_thinking: false}. Also apply to validation "
-        "prompts.",
+        {}, "Chat template arguments, such as {enable_thinking: false}; also for validation."
     )
     sampling: SamplingSource = key(
         "settings",
-        "settings: temperature, top_p and top_k of this section; model: those in "
-        "generation_config.json.",
+        "settings: this section's temperature, top_p, top_k; model: generation_config's.",
     )
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
@@ -54,13 +45,11 @@ class RolloutConfig(Section):
     max_response_tokens: int = key(20480, "Maximum response length in tokens.", ge=1)
     max_num_seqs: int = key(
         256,
-        "Sequences an engine decodes concurrently; affects which groups finish first.",
+        "Sequences an engine decodes at once; affects which groups finish first.",
         ge=1,
         le=65_536,
     )
-    memory_utilization: float = volatile(
-        0.8, "Share of device memory that an engine may use.", gt=0, le=1
-    )
+    memory_utilization: float = volatile(0.8, "Share of device memory for an engine.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache size in GiB of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "Precision of engine weights; auto: bfloat16, or float32 on a CPU."

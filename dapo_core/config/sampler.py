@@ -10,19 +10,11 @@ from dapo_core.config.fields import Section, key, volatile
 class SamplerConfig(Section):
     """Dynamic sampling (DAPO section 3.2)."""
 
-    dynamic: bool = key(
-        True, "Keep only groups with signal: those whose responses differ in `metric`."
-    )
+    dynamic: bool = key(True, "Keep only groups whose responses differ in `metric`.")
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
-        "acc",
-        "Metric that must differ within a group: accuracy, score, or score with overlong penalty "
-        "(seq_reward, seq_final_reward).",
+        "acc", "What must differ: accuracy, score, or score with overlong penalty (seq_*)."
     )
-    gen_prompts: int = key(
-        1536,
-        "Maximum prompts in flight or waiting for their step; see max_staleness.",
-        ge=1,
-    )
+    gen_prompts: int = key(1536, "Maximum prompts in flight or waiting for their step.", ge=1)
     max_num_gen_batches: int = key(
         10,
         "Maximum draws of gen_prompts per training step before on_exhausted applies. 0: no limit, "
@@ -31,17 +23,11 @@ class SamplerConfig(Section):
         le=1000,
     )
     on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
-        "raise",
-        "If too few groups have signal: raise an error, train on those found, or skip the step.",
+        "raise", "If too few groups have signal: raise, train on those found, or skip the step."
     )
     max_staleness: int = key(
-        2,
-        "Maximum training steps between sampling a group and training on it; no more is drawn ahead.",
-        ge=0,
-        le=64,
+        2, "Maximum training steps between sampling a group and training on it.", ge=0, le=64
     )
     max_seconds_without_kept: float = volatile(
-        1800.0,
-        "Training fails with a report after this many seconds without a new group with signal.",
-        gt=0,
+        1800.0, "Seconds without a new group with signal after which training fails.", gt=0
     )

@@ -15,12 +15,8 @@ from dapo_core.config.fields import Section, key, volatile
 class ProfileConfig(Section):
     """Profiler traces of policy ranks, written to the training output."""
 
-    steps: tuple[PositiveInt, ...] = volatile(
-        (), "Training steps to trace, 1 for the first. Each trace is several megabytes."
-    )
-    ranks: tuple[NonNegativeInt, ...] = volatile(
-        (0,), "Policy ranks that write a trace of each of these steps."
-    )
+    steps: tuple[PositiveInt, ...] = volatile((), "Training steps to trace; a trace is megabytes.")
+    ranks: tuple[NonNegativeInt, ...] = volatile((0,), "Policy ranks that trace these steps.")
 
 
 class TrainConfig(Section):
@@ -29,24 +25,14 @@ class TrainConfig(Section):
     backend: Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"] = key(
         "own", "Trainer: `own` is built in; the others are set up in section `external`."
     )
-    total_steps: int = key(
-        200, "Training steps. Dynamic sampling does not change their number.", ge=1
-    )
+    total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
     train_prompts: int = key(512, "Prompts trained on per training step (P).", ge=1)
     mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
-    passes: int = key(
-        1, "Optimizer passes over the prompts of a training step (PPO epochs).", ge=1, le=1000
-    )
-    shuffle_passes: bool = key(
-        True,
-        "Reshuffle the mini-batches in every pass after the first; false repeats the first pass's.",
-    )
+    passes: int = key(1, "Optimizer passes over a step's prompts (PPO epochs).", ge=1, le=1000)
+    shuffle_passes: bool = key(True, "Reshuffle the mini-batches in every later pass.")
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
     warmup_steps: int = key(
-        320,
-        "Optimizer steps of linear warm-up. The default is the paper's 20 training steps of 16 "
-        "updates.",
-        ge=0,
+        320, "Optimizer steps of linear warm-up; 320: the paper's 20 x 16.", ge=0
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant",
@@ -54,17 +40,12 @@ class TrainConfig(Section):
         "stable, then cosine decay over the last `decay_ratio` of the steps).",
     )
     schedule_steps: int | None = key(
-        None,
-        "Optimizer step at which the decay ends, counting warm-up; unset: the last one of the "
-        "training.",
-        ge=1,
+        None, "Optimizer step at which the decay ends; unset: the training's last one.", ge=1
     )
     min_learning_rate_ratio: float = key(
-        0.0, "Final learning rate of a decaying schedule, as a share of the peak.", ge=0, le=1
+        0.0, "Last learning rate as a share of the peak.", ge=0, le=1
     )
-    decay_ratio: float = key(
-        0.1, "Share of the steps after warm-up over which wsd decays.", gt=0, le=1
-    )
+    decay_ratio: float = key(0.1, "Share of the steps over which wsd decays.", gt=0, le=1)
     weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
     adam_beta1: float = key(0.9, "AdamW beta1: decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = key(0.999, "AdamW beta2: decay of the second moment.", ge=0, lt=1)
@@ -72,18 +53,12 @@ class TrainConfig(Section):
     max_grad_norm: float = key(1.0, "Global norm to which gradients are clipped.", gt=0)
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Device type of policy and engines.")
     placement: Literal["separate", "colocated"] = volatile(
-        "separate",
-        "separate: ranks and engines have their own devices; colocated: they take turns on the "
-        "same ones.",
+        "separate", "separate: ranks and engines on their own devices; colocated: they take turns."
     )
     device_model: str | None = volatile(
-        None,
-        "Device model that the memory plan assumes, such as H100 or Atlas 800T A3; unset: this "
-        "machine's.",
+        None, "Device model for the memory plan, such as H100; unset: this machine's."
     )
-    allow_oversubscription: bool = volatile(
-        False, "Train even if the memory plan says that the configuration does not fit."
-    )
+    allow_oversubscription: bool = volatile(False, "Train even if the memory plan does not fit.")
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
     sequence_parallel: int = volatile(1, "Ranks that split each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(
@@ -91,60 +66,35 @@ class TrainConfig(Section):
     )
     threads_per_rank: int = volatile(1, "CPU threads per rank.", ge=1, le=1024)
     micro_batch_tokens: int = volatile(32768, "Maximum tokens per device in one micro-batch.", ge=1)
-    logits_chunk_tokens: int = volatile(
-        1024, "Tokens per chunk of logits; bounds their memory.", ge=1
-    )
+    logits_chunk_tokens: int = volatile(1024, "Tokens per chunk of logits; bounds memory.", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Compute precision; auto: bfloat16, or float32 on a CPU."
     )
-    gradient_checkpointing: bool = volatile(
-        True, "Recompute activations in the backward pass: less memory, more time."
-    )
+    gradient_checkpointing: bool = volatile(True, "Recompute activations: less memory, more time.")
     offload_activations: bool = volatile(
-        False,
-        "Move the layer inputs saved by gradient checkpointing to host memory until the backward "
-        "pass.",
+        False, "Keep checkpointed layer inputs in host memory until the backward pass."
     )
     fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
-        ("auto",),
-        "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: "
-        "none.",
+        ("auto",), "Layer operations with a fused kernel; auto: all of the device (NPU); []: none."
     )
-    compile: bool = key(
-        False, "Apply torch.compile to each decoder layer. On a CPU this needs a C++ compiler."
-    )
+    compile: bool = key(False, "Apply torch.compile to each layer; a CPU needs a compiler.")
     reshard_after_forward: bool = volatile(
-        True, "Free gathered weights between forward and backward: less memory, more communication."
+        True, "Free gathered weights between forward and backward."
     )
     weight_bucket_bytes: int = volatile(
-        512 * 1024**2,
-        "Bytes of weights sent to the engines at a time; at least the size of the largest tensor.",
-        ge=1,
+        512 * 1024**2, "Bytes of weights sent to the engines at a time.", ge=1
     )
-    offload_parameters: bool = volatile(
-        False, "Keep weights in host memory while the engines generate."
-    )
-    offload_optimizer: bool = volatile(
-        False, "Keep optimizer state in host memory between updates."
-    )
+    offload_parameters: bool = volatile(False, "Keep weights in host memory while engines run.")
+    offload_optimizer: bool = volatile(False, "Keep optimizer state on the host between updates.")
     offload_shards: bool = volatile(
-        False,
-        "Keep weights, gradients and optimizer state in host memory and run AdamW there; each "
-        "layer is copied to the device when it is gathered.",
+        False, "Keep weights, gradients and optimizer state in host memory; run AdamW there."
     )
     max_restarts: int = volatile(
-        3,
-        "Restarts allowed after a rank or worker dies, until a new checkpoint is written.",
-        ge=0,
-        le=1000,
+        3, "Restarts after a dead process without a new checkpoint.", ge=0, le=1000
     )
-    restart_delay_seconds: float = volatile(
-        5.0, "Seconds before the first restart; doubles each time.", ge=0
-    )
+    restart_delay_seconds: float = volatile(5.0, "Delay of the first restart; doubles.", ge=0)
     on_lost_node: Literal["wait", "shrink"] = volatile(
-        "wait",
-        "wait: restart once the cluster has enough devices again; shrink: restart with fewer ranks "
-        "and engines.",
+        "wait", "wait: restart once devices suffice again; shrink: with fewer ranks and engines."
     )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (),

@@ -32,13 +32,9 @@ class RunConfig(Section):
         min_length=1,
         max_length=80,
     )
-    seed: int = key(
-        0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1
-    )
+    seed: int = key(0, "Seed of data, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
-        False,
-        "Use deterministic kernels and finish every group within its step: reproducible, but "
-        "slower.",
+        False, "Use deterministic kernels, and finish every group within its step; slower."
     )
 
 
@@ -58,9 +54,7 @@ class OverlongConfig(Section):
     """Soft overlong punishment (DAPO eq. 13)."""
 
     enabled: bool = key(True, "Penalise responses close to the length limit.")
-    buffer_tokens: int = key(
-        4096, "Tokens before the limit over which the penalty grows linearly.", ge=1
-    )
+    buffer_tokens: int = key(4096, "Tokens before the limit with a growing penalty.", ge=1)
     penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0, le=100)
 
 
@@ -72,20 +66,14 @@ class RewardConfig(Section):
     scorers: tuple[str, ...] = key(
         (), "Extra scorers by data source, as DATA_SOURCE=SCORER, such as DAPO-17k=math_dapo."
     )
-    timeout_seconds: float = key(
-        10.0, "Time limit per scoring call; beyond it the verdict is `timeout`.", gt=0
-    )
+    timeout_seconds: float = key(10.0, "Limit per scoring call; then `timeout`.", gt=0)
     num_processes: int = volatile(2, "Scoring processes per rollout worker.", ge=1, le=256)
 
 
 class CustomRewardConfig(Section):
     """A user-supplied scorer: compute_score(data_source, solution_str, ground_truth, extra_info)."""
 
-    path: str | None = key(
-        None,
-        "Python file with a function that scores every response; unset: the scorer of each data "
-        "source.",
-    )
+    path: str | None = key(None, "Python file with a function that scores every response.")
     name: str = key(
         "compute_score",
         "Function in the file, sync or async. Returns a float, or a dict with `score`.",
@@ -96,28 +84,19 @@ class CheckpointConfig(Section):
     """Which checkpoints training keeps, and where it resumes."""
 
     save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(
-        2, "Latest checkpoints kept during training; the finished output keeps one.", ge=1
-    )
-    keep_best: int = key(
-        0, "Checkpoints with the highest validation/accuracy to keep as well.", ge=0
-    )
+    keep_last: int = volatile(2, "Latest checkpoints kept; the finished output keeps one.", ge=1)
+    keep_best: int = key(0, "Checkpoints with the best validation/accuracy also kept.", ge=0)
     keep_steps: tuple[PositiveInt, ...] = volatile(
-        (), "Steps whose checkpoints are always kept, in addition to those in evaluate.checkpoints."
+        (), "Steps always kept, besides those in evaluate.checkpoints."
     )
     asynchronous: bool = volatile(
-        True,
-        "Write checkpoints during training; needs host memory for a copy of weights and optimizer "
-        "state.",
+        True, "Write checkpoints during training, from a copy in host memory."
     )
     resume: str = volatile(
-        "auto",
-        "auto: resume from the latest checkpoint of the output; never: start over; or a checkpoint "
-        "path.",
+        "auto", "auto: from the output's latest checkpoint; never: start over; or a path."
     )
     on_damage: Literal["previous", "stop"] = volatile(
-        "previous",
-        "If the latest checkpoint is damaged: resume from the newest intact one, or stop.",
+        "previous", "If the latest checkpoint is damaged: resume from the one before, or stop."
     )
     allow_changed: tuple[str, ...] = volatile(
         (), "Keys that may differ from the checkpoint's, such as train.learning_rate."

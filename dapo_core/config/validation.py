@@ -15,29 +15,17 @@ class ValidationConfig(Section):
     """Accuracy on held-out sets during training; by default one greedy response per prompt."""
 
     every: int = key(0, "Training steps between validations; 0: never.", ge=0)
-    before_training: bool = key(
-        False, "Also validate before the first step; recorded as step 0 in metrics.jsonl."
-    )
-    num_prompts: int | None = key(
-        None, "Validate on the first prompts of the held-out set only; unset: all.", ge=1
-    )
-    num_samples: int = key(
-        1, "Responses per prompt (N of mean@N, best@N and maj@N).", ge=1, le=1024
-    )
+    before_training: bool = key(False, "Also validate before the first step, as step 0.")
+    num_prompts: int | None = key(None, "Use the first held-out prompts only; unset: all.", ge=1)
+    num_samples: int = key(1, "Responses per prompt (N of mean@N, best@N, maj@N).", ge=1, le=1024)
     sampling: SamplingSource = key(
         "settings",
-        "settings: temperature, top_p and top_k of this section; model: those in "
-        "generation_config.json.",
+        "settings: this section's temperature, top_p, top_k; model: generation_config's.",
     )
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
-    num_logged: int = volatile(
-        4,
-        "Responses per validation that are logged as text: to a file, the Prefect UI and trackers.",
-        ge=0,
-        le=1000,
-    )
+    num_logged: int = volatile(4, "Responses per validation logged as text.", ge=0, le=1000)
 
     @model_validator(mode="after")
     def _samples_may_differ(self) -> ValidationConfig:

@@ -9,9 +9,7 @@ class ModelCodeConfig(Section):
     """Whether Python files in a model folder may run."""
 
     trust_remote_code: bool = key(
-        False,
-        "Run the Python files of the model folder with your permissions, in training, engines and "
-        "servers.",
+        False, "Run the Python files of the model folder with your permissions."
     )
 
 
@@ -23,6 +21,4 @@ class WarmStartConfig(Section):
     num_heads: int = key(4, "Attention heads.", ge=1, le=128)
     num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
     batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
-    learning_rate: float = key(
-        3e-3, "Peak AdamW learning rate of the supervised steps.", gt=0, le=1
-    )
+    learning_rate: float = key(3e-3, "Peak AdamW learning rate.", gt=0, le=1)
