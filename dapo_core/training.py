@@ -55,8 +55,7 @@ def train(
     on_step: OnStep | None = None,
     held_out_path: Path | None = None,
 ) -> TrainResult:
-    """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to
-    `output_dir`.
+    """Train the model; writes checkpoints and metrics.jsonl to `output_dir`.
 
     Checks all input before any worker starts. If a worker dies, all restart from the last
     checkpoint; after train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM
@@ -68,19 +67,9 @@ def train(
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
-        if (
-            config.algorithm.rollout_correction.importance == "stale"
-            and not config.rollout.samples_among_all
-        ):
-            logger.warning(
-                "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with "
-                "the policy's, so tokens sampled by older weights train without importance weights",
-                config.rollout.top_p,
-                config.rollout.top_k,
-            )
-        stream, validation = _read_prompts(
-            config, train_path, model_path, output_dir, held_out_path
-        )
+        _warn_of_stale_tokens(config)
+        inputs = train_path, model_path, output_dir, held_out_path
+        stream, validation = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
         with lock_checkpoints(folder):
@@ -94,10 +83,8 @@ def train(
             def attempt(start: Path | None) -> Trainer:
                 is_restart = restarts.num_restarts > 0
                 with start_cluster(config, model_path, output_dir, is_restart) as cluster:
-                    fit = cluster.config
-                    trainer = Trainer(
-                        fit, cluster, stream, model_path, output_dir, identity, validation
-                    )
+                    places = model_path, output_dir, identity
+                    trainer = Trainer(cluster.config, cluster, stream, *places, validation)
                     trainer.resume(start)
                     trainer.run(report, stop)
                     return trainer
@@ -107,17 +94,27 @@ def train(
                 if on_step is not None:
                     on_step(step, metrics)
 
-            on_damage = config.checkpoint.on_damage
-            with tracking(
-                config, output_dir, start is not None and start.parent == folder
-            ) as trackers:
-                trainer = restarts.until_done(
-                    attempt, start, lambda: find_start(folder, "auto", on_damage), stop
-                )
+            def find_own() -> Path | None:
+                return find_start(folder, "auto", config.checkpoint.on_damage)
+
+            is_own = start is not None and start.parent == folder
+            with tracking(config, output_dir, is_own) as trackers:
+                trainer = restarts.until_done(attempt, start, find_own, stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
+
+
+def _warn_of_stale_tokens(config: TrainingConfig) -> None:
+    rollout, correction = config.rollout, config.algorithm.rollout_correction
+    if correction.importance == "stale" and not rollout.samples_among_all:
+        logger.warning(
+            "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with the "
+            "policy's, so tokens sampled by older weights train without importance weights",
+            rollout.top_p,
+            rollout.top_k,
+        )
 
 
 def _read_prompts(
