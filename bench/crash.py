@@ -95,7 +95,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill a role: `seconds` after metrics.jsonl has the step and the role has a process."""
+    """When to kill a role: `seconds` after it has a process and metrics.jsonl has the step."""
 
     role: Role
     after_step: int

@@ -75,7 +75,7 @@ def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Prefect hook: tell the recipe's webhook that a run failed, crashed or was cancelled, and why."""
+    """Prefect hook: tell the recipe's webhook that and why a run failed, crashed or was cancelled."""
     recipe = Path(flow_run.parameters["config"])
     try:
         config = load_config(

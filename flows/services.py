@@ -254,7 +254,7 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """Stop worker and server; returns what was stopped. Raises ServicesError while runs are active."""
+    """Stop worker and server; returns what was stopped. Refuses while flow runs are active."""
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -434,16 +434,16 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
         raise ServicesError(
             "`dapo run` uses this server:\n  "
             + "\n  ".join(in_terminals)
-            + "\nwait, or press Ctrl-C in its terminal: training then writes a checkpoint to resume "
-            "from. A run whose process is gone becomes Crashed within minutes; `prefect flow-run "
-            "delete ID` removes it at once"
+            + "\nwait, or press Ctrl-C in its terminal: training then writes a checkpoint to "
+            "resume from. A run whose process is gone becomes Crashed within minutes; `prefect "
+            "flow-run delete ID` removes it at once"
         )
     if active and not cancel:
         raise ServicesError(
             "active flow runs would be killed with the worker:\n  "
             + "\n  ".join(described.values())
-            + f"\nwait for them, or run `{services.command('down --cancel')}`: training then writes "
-            "a last checkpoint"
+            + f"\nwait for them, or run `{services.command('down --cancel')}`: training then "
+            "writes a last checkpoint"
         )
     for flow_run, description in described.items():
         logger.info("cancelling %s", description)

@@ -177,8 +177,8 @@ def train_policy(
 ) -> Artifact:
     """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
-    If it is stopped, or this process ends, it writes a last checkpoint within flow.stop_seconds; the
-    next attempt with the same key resumes from it. Waits while another training holds the lock.
+    If it is stopped, or this process ends, it writes a last checkpoint within flow.stop_seconds;
+    the next attempt with the same key resumes from it. Waits while another training holds the lock.
     With `skips_if_locked` the first attempt raises RunSkipped instead; later attempts wait, so that
     no progress is lost.
     """

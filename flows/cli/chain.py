@@ -144,8 +144,8 @@ def stage(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="evaluate-model: before, after (default), a baseline's name, or step_N; fetch-model: a "
-            "baseline's name; merge-checkpoint: step_N.",
+            help="evaluate-model: before, after (default), a baseline's name, or step_N; "
+            "fetch-model: a baseline's name; merge-checkpoint: step_N.",
         ),
     ] = None,
 ) -> None:
@@ -233,7 +233,7 @@ def message_when_stopped() -> Iterator[None]:
 
 
 def print_report(folder: Path) -> None:
-    """Print a run's report, verdict, and the path of the HTML report; exit with 3 if a gate failed."""
+    """Print a run's report, verdict and HTML report's path; exit with 3 if a gate failed."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.options import JsonOption, SetOption, SmokeOption, StoreOption
-from flows.services import DEFAULT_STORE, bring_up, read_deployments, take_down
+from flows.services import DEFAULT_STORE, bring_up, read_deployments, store_option, take_down
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -27,8 +27,8 @@ def up(
     database: Annotated[
         str | None,
         typer.Option(
-            help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file in the "
-            "store (default). Put a URL with a password in the environment variable.",
+            help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file in "
+            "the store (default). Put a URL with a password in the environment variable.",
             envvar=[
                 "PREFECT_SERVER_DATABASE_CONNECTION_URL",
                 "PREFECT_API_DATABASE_CONNECTION_URL",
@@ -43,7 +43,8 @@ def up(
     host: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on; default: 127.0.0.1. Others need a password in PREFECT_API_AUTH_STRING."
+            help="Address to listen on; default: 127.0.0.1. Others need a password in "
+            "PREFECT_API_AUTH_STRING."
         ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
@@ -58,9 +59,7 @@ def up(
     project = Path.cwd()
     services = bring_up(store, project, host=host, port=port, database=database)
     server = services.server.read()
-    is_default = (
-        store.resolve() == DEFAULT_STORE.resolve()
-    )  # Prefect's start-up plugin finds this one
+    is_default = not store_option(store)  # Prefect's start-up plugin finds this one
     typer.echo(
         f"Prefect UI:     {server['page_url']}\n"
         f"Logs:           {services.server.log} {services.worker.log}\n"
@@ -82,8 +81,7 @@ def down(
     ] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs
-    are active.
+    """Stop the worker and server of `dapo up`, and nothing else; refuses while flow runs are active.
 
     A `dapo run` that uses the server counts too, and --cancel does not end it: press Ctrl-C in its
     terminal.
@@ -104,8 +102,8 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[env] [CONFIG]",
-            help="A recipe: also check its model, data and devices. env: check environment variables instead, "
-            "and show each one's effect, whether it is missing, unused or harmful.",
+            help="A recipe: also check its model, data and devices. env: check environment variables "
+            "instead, and show each one's effect, whether it is missing, unused or harmful.",
         ),
     ] = None,
     overrides: SetOption = None,

@@ -57,9 +57,7 @@ def fetch_model(
     commit: Annotated[str | None, typer.Option(help="Fail unless the commit is this one.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Fetch a recipe's model from its hub or web server; with model.source=recipe, build and
-    warm-start it.
-    """
+    """Fetch a recipe's model; with model.source=recipe, build and warm-start it."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
 
@@ -155,8 +153,8 @@ def merge(
         list[Path],
         typer.Argument(
             metavar="SOURCE",
-            help="Checkpoint, output folder of dapo train, actor folder of verl (one per node with shards), "
-            "or a Hugging Face folder.",
+            help="Checkpoint, output folder of dapo train, actor folder of verl (one per node with "
+            "shards), or a Hugging Face folder.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="New model folder.")],
@@ -164,7 +162,7 @@ def merge(
     checkpoint: Annotated[
         CheckpointChoice,
         typer.Option(
-            help="For an output folder: the last one, or the one with the highest validation/accuracy."
+            help="For an output folder: the last, or the one with the highest validation/accuracy."
         ),
     ] = "latest",
     max_shard_bytes: Annotated[
@@ -180,7 +178,7 @@ def merge(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Recipe for another trainer, whose own program converts Megatron weights (external)."
+            help="Recipe for another trainer, whose own program converts Megatron weights."
         ),
     ] = None,
 ) -> None:
@@ -209,7 +207,7 @@ def merge(
 
 
 @app.command(
-    epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000",
+    epilog="Example: VLLM_API_KEY=secret dapo serve merged --set serve.port=8000",
     short_help="Serve a model with vLLM, as for an evaluation.",
 )
 def serve(

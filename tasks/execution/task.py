@@ -73,7 +73,7 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 def stage_task(
     name: str, *, task_run_name: str | None = None
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage function: its first argument is the run; `label`, if any, names the stage."""
+    """Decorate a stage function, whose first argument is the run; `label`, if any, names it."""
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
         signature = inspect.signature(function)

@@ -39,7 +39,7 @@ def is_run(words: list[str]) -> bool:
 
 
 def is_training(words: list[str]) -> bool:
-    """True for the supervisor of `dapo train`, which forwards the first SIGTERM and ignores the rest."""
+    """True for the supervisor of `dapo train`, which forwards the first SIGTERM only."""
     return _is_supervisor(words) and words[6:9] == ["-m", "flows.cli", "train"]
 
 

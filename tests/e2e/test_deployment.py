@@ -6,6 +6,7 @@ One scenario whose steps are fixtures, with a small real chain: a training, a me
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -94,19 +95,14 @@ def power_cut(site: Site) -> PowerCut:
             num_answers = len(lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl"))
             paused[chain] = pause(chain, num_answers >= 5)
         if not paused[training]:
-            has_checkpoint = bool(
-                [*site.store.glob("train_policy/*/*.partial/checkpoints/step_000002")]
-            )
-            paused[training] = pause(training, has_checkpoint)
+            saved = site.store.glob("train_policy/*/*.partial/checkpoints/step_000002")
+            paused[training] = pause(training, any(saved))
         return all(paused.values())
 
     paused = {chain: False, training: False}
     for flow_run in paused:
-        site.wait_for(
-            "the run's process",
-            lambda flow_run=flow_run: site.flow_process(flow_run),
-            CHAIN_SECONDS,
-        )
+        started = functools.partial(site.flow_process, flow_run)
+        site.wait_for("the run's process", started, CHAIN_SECONDS)
     site.wait_for("an evaluation and a training in progress", are_both_paused, CHAIN_SECONDS)
     assert len(site.end_everything()) > 10
     answers = lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl")
@@ -163,39 +159,9 @@ def test_runs_that_died_with_the_machine_become_crashed(
         assert "No heartbeat" in state["message"]
 
 
-def test_report_json_is_complete_and_consistent(chain: Finished) -> None:
-    report = chain.report
-    for side in ("before", "after"):
-        assert report[side]["n"] == NUM_ITEMS
-        assert sum(level["n"] for level in report[side]["by_level"].values()) == NUM_ITEMS
-        for rate in ("accuracy", "no_answer_rate", "truncated_rate"):
-            assert 0 <= report[side][rate] <= 1
-    assert report["difference"] == pytest.approx(
-        report["after"]["accuracy"] - report["before"]["accuracy"]
-    )
-    low, high = report["ci95"]
-    assert low <= report["difference"] <= high
-    flips = len(report["flips"]["lost"]), len(report["flips"]["gained"])
-    assert (report["mcnemar"]["b"], report["mcnemar"]["c"]) == flips
-    assert 0 < report["mcnemar"]["p"] <= 1
-    # without dynamic sampling, every generated token is trained
-    train = report["train"]
-    assert (train["steps"], train["tokens_trained"]) == (NUM_STEPS, train["tokens_generated"])
-    assert (
-        train["tokens_trained"] >= 8 * 4 * 4
-    )  # steps x prompts x responses, each at least one token
-    assert list(report["stages"]) == STAGES == list(report["artifacts"])
-    assert {label: stage["cached"] for label, stage in report["stages"].items()} == chain.cached
-    assert all(Path(path).is_dir() for path in report["artifacts"].values())
-
-
 def test_the_run_folder_records_and_links_everything(chain: Finished) -> None:
     record = chain.record
-    assert (record["name"], record["id"], list(record["stages"])) == (
-        "arith_cpu",
-        chain.folder.name,
-        STAGES,
-    )
+    assert (record["id"], list(record["stages"])) == (chain.folder.name, STAGES)
     assert (record["state"], record["report"]["n"]) == ("completed", NUM_ITEMS)
     for label, stage in record["stages"].items():
         link = chain.folder / label
@@ -238,17 +204,6 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
     ]  # the report is always written
     assert again.report["artifacts"] == chain.report["artifacts"]
     assert again.report["after"] == chain.report["after"]
-
-
-def test_plan_shows_everything_cached(site: Site, chain: Finished) -> None:
-    done = site.dapo(*site.chain("plan"))
-    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
-    assert [(row[1].strip(), row[2].strip()) for row in rows] == [
-        (label, "cached") for label in STAGES
-    ]
-    assert [row[4].strip() for row in rows] == [
-        stage["key"][:16] for stage in chain.record["stages"].values()
-    ]
 
 
 def test_compare_writes_a_new_report_from_the_store(site: Site, chain: Finished) -> None:

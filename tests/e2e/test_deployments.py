@@ -20,7 +20,7 @@ import yaml
 from dapo_core.machine.ports import free_ports
 from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
-from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
+from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE, PREFECT
 from tasks.execution.training_lock import hold, nightly_lock_path
 from tests.operated import API_SECONDS, ROOT, Site
 from tests.webhooks import started_receiver
@@ -57,26 +57,31 @@ def ending(state):
     return [state.type.value, state.name, state.message]
 
 store = f"store.path={sys.argv[1]}"
+def run_state(flow, run):
+    return ending(run_flow(flow, flow_run=run, return_type="state"))
+
 five_hours_ago = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(hours=5)
 states = {
     "night": ending(dapo_nightly(overrides=(store,), return_state=True)),
     "misspelt": ending(dapo_full(overrides=(store, "train.total_stpes=2"), return_state=True)),
-    "out of bounds": ending(dapo_full(overrides=(store, "train.total_steps=-1"), return_state=True)),
+    "bounds": ending(dapo_full(overrides=(store, "train.total_steps=-1"), return_state=True)),
     "without inputs": ending(train(overrides=(store,), return_state=True)),
 }
 with get_client(sync_client=True) as client:
     due = Scheduled(scheduled_time=five_hours_ago)
     run = client.create_flow_run(dapo_nightly, parameters={"overrides": [store]}, state=due)
-    states["late"] = ending(run_flow(dapo_nightly, flow_run=run, return_type="state"))
+    states["late"] = run_state(dapo_nightly, run)
     client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
     again = client.read_flow_run(run.id)
-    states["late, but tried again"] = ending(run_flow(dapo_nightly, flow_run=again, return_type="state"))
+    states["late, but tried again"] = run_state(dapo_nightly, again)
     berlin = CronSchedule(cron="30 1 * * *", timezone="Europe/Berlin")
     night = DeploymentScheduleCreate(schedule=berlin, active=False)
-    in_berlin = client.create_deployment(client.create_flow(dapo_nightly), "in-berlin", schedules=[night])
-    due = Scheduled(scheduled_time=datetime.datetime(2026, 3, 29, 23, 30, tzinfo=datetime.timezone.utc))
-    run = client.create_flow_run_from_deployment(in_berlin, parameters={"overrides": [store]}, state=due)
-    states["in Berlin"] = ending(run_flow(dapo_nightly, flow_run=run, return_type="state"))
+    flow = client.create_flow(dapo_nightly)
+    in_berlin = client.create_deployment(flow, "in-berlin", schedules=[night])
+    midnight = datetime.datetime(2026, 3, 29, 23, 30, tzinfo=datetime.timezone.utc)
+    parameters, due = {"overrides": [store]}, Scheduled(scheduled_time=midnight)
+    run = client.create_flow_run_from_deployment(in_berlin, parameters=parameters, state=due)
+    states["in Berlin"] = run_state(dapo_nightly, run)
     states["names"] = [run.name for run in client.read_flow_runs()]
 print(json.dumps(states))
 """
@@ -88,17 +93,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site, port = Site(tmp_path_factory.mktemp("deployments")), free_ports("127.0.0.1")[0]
     server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
     site.services.folder.mkdir(parents=True)
-    start = (
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    )
+    start = (*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port))
     try:
         environment = {
             **site.environment,
@@ -124,6 +119,8 @@ def deployed(site: Site) -> list[dict[str, Any]]:
         [(one["id"], one["name"], len(one["schedules"])) for one in once] for once in found
     )
     assert first == second
+    [automation] = site.ask("POST", "/automations/filter")
+    assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
     return found[1]
 
 
@@ -151,11 +148,6 @@ def test_every_flow_is_deployed_with_described_parameters(deployed: list[dict[st
         fields = deployment["parameter_openapi_schema"]["properties"]
         assert all(field["description"] and field["type"] for field in fields.values())
         assert set(deployment["parameters"]) <= set(fields)
-
-
-def test_setup_creates_the_crash_automation(site: Site, deployed: list[dict[str, Any]]) -> None:
-    [automation] = site.ask("POST", "/automations/filter")
-    assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
 
 
 def test_the_guides_automation_posts_crashed_runs(
@@ -276,9 +268,9 @@ def test_states_explain_why_a_run_ended(
     ]
     assert sorted(record["state"] for record in records) == ["failed", *["skipped"] * 4]
     assert "has no output of prepare_data" in states["without inputs"][2]
-    assert states["misspelt"][0] == states["out of bounds"][0] == "FAILED"
+    assert states["misspelt"][0] == states["bounds"][0] == "FAILED"
     assert "did you mean train.total_steps?" in states["misspelt"][2]
-    assert "train.total_steps = -1 is refused" in states["out of bounds"][2]
+    assert "train.total_steps = -1 is refused" in states["bounds"][2]
     lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
     assert any("skipped because it started 5.0 hours late" in line for line in lines)  # in the UI
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]

@@ -1,4 +1,4 @@
-"""Killed or hanging processes are named in the error, end calls in time, and training can restart."""
+"""Killed or hanging processes are named, end calls in time, and training can restart."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -22,7 +21,6 @@ import psutil
 import pytest
 
 from dapo_core.machine.stopping import ECHO_SECONDS
-from flows import prefect_server
 from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
@@ -84,8 +82,9 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     code = f"""
         import sys, time
         from tasks.processes.child import background_command
-        with background_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
-                                label="tree", grace_seconds={grace_seconds}, folder_variable="PLACE") as tree:
+        command = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
+        with background_command(command, log_path=sys.argv[3], label="tree",
+                                grace_seconds={grace_seconds}, folder_variable="PLACE") as tree:
             while tree.poll() is None:
                 time.sleep(0.1)
     """
@@ -241,14 +240,16 @@ def test_a_command_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_pat
 
 
 def test_a_training_stopped_by_somebody_else_is_not_retried(tmp_path: Path) -> None:
-    def stop(line: str) -> None:
-        if line == "up":
-            os.kill(psutil.Process().children()[0].pid, signal.SIGTERM)
-
     log = tmp_path / "log"
-    with pytest.raises(ChildProcessFailed, match="stopped by SIGTERM, not by us") as caught:
-        run_command(python(SAVER), log_path=log, label="train", on_line=stop, grace_seconds=300.0)
-    assert caught.value.is_lasting
+    with background_command(
+        python(SAVER), log_path=log, label="train", grace_seconds=300.0
+    ) as train:
+        wait_until(lambda: train.tail(1) == ["up"], "the command to be up")
+        os.kill(train.pid, signal.SIGTERM)
+        wait_until(lambda: train.poll() is not None, "the end")
+        error = train.failure()
+    assert "ended with exit code 143: stopped by SIGTERM, not by us" in str(error)
+    assert error.is_lasting
     assert "saved, helper there" in log.read_text()
 
 
@@ -333,24 +334,6 @@ def test_each_line_arrives_once_whatever_its_bytes(tmp_path: Path) -> None:
     assert lines == [str(i) for i in range(20000)] + ["bad \ufffd byte", "\u00e9t", "step 3", "end"]
 
 
-def test_lines_are_logged_by_default_and_appended_to_the_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="tasks.processes.child")
-    for attempt in ("first", "second"):
-        run_command(python(f"print('{attempt}')"), log_path=tmp_path / "log", label="stage")
-    logged = [
-        record.getMessage()
-        for record in caplog.records
-        if record.getMessage().startswith("[stage]")
-    ]
-    assert logged == [
-        "[stage] first",
-        "[stage] second",
-    ]  # the second attempt does not repeat the first one's
-    assert (tmp_path / "log").read_text() == "first\nsecond\n"
-
-
 def test_environment_folder_and_input_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,7 +388,7 @@ def test_an_unusable_log_path_is_named(tmp_path: Path) -> None:
 
 
 def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> None:
-    """Python itself ignores SIGPIPE; under nohup this process, and so the command, ignores SIGHUP."""
+    """Python itself ignores SIGPIPE; under nohup this process and the command ignore SIGHUP."""
     lines: list[str] = []
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
@@ -457,19 +440,6 @@ def test_a_killed_supervisor_takes_its_command_with_it(
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
         wait_until(lambda: server.poll() == -signal.SIGKILL, "the supervisor's end to be known")
     assert not folder.exists()
-
-
-def test_the_private_prefect_server_of_a_run_gets_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    code = (
-        "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); "
-        "time.sleep(60)"
-    )
-    monkeypatch.setattr(prefect_server, "PREFECT", python(code))
-    with prefect_server._private_server("http://127.0.0.1:1/api", 1, "dapo:very-secret") as server:
-        wait_until(lambda: server.tail(1) == ["dapo:"], "its password")
 
 
 def test_a_rotated_log_is_followed_from_its_new_beginning(tmp_path: Path) -> None:

@@ -22,12 +22,10 @@ import yaml
 from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
 from prefect.plugins import HookContext
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
 from durable import LockHeld, locked
 from flows import services
-from flows.cli import app
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import (
@@ -166,18 +164,6 @@ def test_a_service_that_exits_at_once_is_reported_with_its_log(tmp_path: Path) -
         service.wait_until(lambda: False, "does not respond")
 
 
-def test_a_failed_deployment_is_reported_with_prefects_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)")
-    )
-    with pytest.raises(
-        ServicesError, match=r"`prefect deploy --all` failed with exit code 1 .*\n  \| no such flow"
-    ):
-        services.deploy(tmp_path, os.environ)
-
-
 def test_another_stores_server_on_our_port_is_not_taken_for_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,34 +224,15 @@ def test_damaged_files_are_reported_by_name(
         provide_prefect_api(tmp_path)
 
 
-def test_an_invalid_port_is_refused() -> None:
-    for port in ("70000", "0"):
-        result = CliRunner().invoke(app, ["up", "--port", port])
-        assert (result.exit_code, "--port" in result.output) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("store", "first"), [(".dapo", "Outside this directory, first"), ("a b", "First")]
-)
-def test_up_shows_how_prefect_finds_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
+@pytest.mark.parametrize("store", [".dapo", "a b"])
+def test_messages_name_a_command_for_this_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    schedules = [{"cron": "0 2 * * *", "timezone": "UTC"}, {"cron": "1", "active": False}]
-    deployments = [{"name": "full"}, {"name": "night", "schedules": schedules}]
-    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": deployments}))
+    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": []}))
     place = Services(Path(store))
     place.folder.mkdir(parents=True)
-    place.server.record_path.write_text(
-        json.dumps({"api_url": "http://a/api", "page_url": "http://a"})
-    )
-    monkeypatch.setattr("flows.cli.operating.bring_up", lambda *_, **__: place)
-    lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
-    export = lines.index(f"{first}: export PREFECT_API_URL=http://a/api")
-    assert lines[export + 1].endswith("prefect deployment run dapo-full")
-    assert lines[export + 2] == "Scheduled:      night, cron 0 2 * * * UTC (prefect.yaml)"
     down = "dapo down" if store == ".dapo" else f"dapo down --store '{tmp_path}/a b'"
-    assert lines[-1] == f"Stop both:      {down}"
     place.server.record_path.write_text(
         json.dumps({"api_url": "http://a/api", "host": "a", "port": 1})
     )
