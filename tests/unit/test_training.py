@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,23 +58,6 @@ def test_only_a_new_checkpoint_resets_the_restart_count() -> None:
     assert len(pauses) == 6  # no wait before giving up
     with pytest.raises(WorkerDied, match="giving up after 0 restarts"):
         Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
-
-
-def test_restarts_log_the_error_and_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
-    restarts = Restarts(3, 0.5, lambda seconds: None)
-    restarts.pause(DEATH, None)
-    restarts.pause(DEATH, None)
-    restarts.pause(DEATH, SECOND)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
-    assert caplog.messages == [
-        f"{DEATH}; training restarts in {seconds} s from {place} (restart {number} of at most 3 "
-        "without a new checkpoint)"
-        for seconds, place, number in [
-            ("0.5", "the beginning", 1),
-            ("1", "the beginning", 2),
-            ("0.5", "checkpoint step_000020", 1),  # a new checkpoint: counted from one again
-        ]
-    ]
 
 
 def _die_first(starts: list[Path | None]) -> int:

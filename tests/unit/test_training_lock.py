@@ -82,17 +82,6 @@ def test_locks_are_in_the_store_or_at_the_configured_path(tmp_path: Path) -> Non
     assert nightly_lock_path(shared) == tmp_path / "shared" / "nightly-npu.lock"
 
 
-def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
-    path = tmp_path / "locks" / "training.lock"
-    assert durable.find_holder(path) is None
-    with hold(path, "run-1", KEY):
-        assert str(durable.find_holder(path)).startswith(
-            "run run-1, stage key 0123456789abcdef (pid "
-        )
-    assert path.read_text()  # what it says no longer counts
-    assert durable.find_holder(path) is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("skips_if_locked", [False, True])
 def test_a_run_waits_for_the_lock_or_for_its_own_stopping_training_and_names_it_once(
