@@ -121,8 +121,7 @@ def print_memory(plan: MemoryPlan) -> None:
         f"model: {plan.num_parameters:,} parameters",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
         f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
-        f"{capacity} of "
-        f"that length, and rollout.max_num_seqs={engine.most_sequences}",
+        f"{capacity} of that length, and rollout.max_num_seqs={engine.most_sequences}",
         f"host memory for offloaded state: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "
@@ -189,8 +188,7 @@ def print_time(time: StepTime) -> None:
         f"tokens per step: {time.trained_tokens:,.0f} trained (prompts and responses), "
         f"{time.generated_tokens:,.0f} generated",
         f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the "
-        "update, "
-        "including recomputed activations",
+        "update, including recomputed activations",
         "an estimate, assuming:",
         *(f"  {line}" for line in time.assumptions),
     ]

@@ -147,8 +147,7 @@ def _file_at(path: Path) -> Path:
                 listed = ", ".join(map(str, found[:9]))
                 raise ResultsError(
                     f"{path} has {len(found)} logs, and one is imported at a time: type dapo grade "
-                    f"{found[0]} "
-                    "--output FOLDER, with a FOLDER for each. They are "
+                    f"{found[0]} --output FOLDER, with a FOLDER for each. They are "
                     f"{listed}{', ...' if found[9:] else ''}"
                 )
             return found[0]
@@ -222,9 +221,8 @@ def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
     if len(set(options)) < 2 or gold not in options:
         raise ResultsError(
             f"{file}: document {line['doc_id']} has {len(set(options))} options after one prompt "
-            "and the target "
-            f"{target!r}; of lm-eval's log-likelihoods, only multiple choice with one right option "
-            "is imported"
+            f"and the target {target!r}; of lm-eval's log-likelihoods, only multiple choice with "
+            "one right option is imported"
         )
     likeliest = max(pairs, key=lambda pair: pair[1])[0]
     details = {"options": options, "log_probs": [value for _, value in pairs]}

@@ -92,9 +92,8 @@ def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema])
     missing = ", ".join(name for name in schemas[0].columns if name not in columns)
     raise ProblemsError(
         f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); readable "
-        f"schemas: {known}. "
-        "Map other names with data.columns, for example data.columns.problem=question and "
-        "data.columns.answer=result"
+        f"schemas: {known}. Map other names with data.columns, for example "
+        "data.columns.problem=question and data.columns.answer=result"
     )
 
 
@@ -122,8 +121,7 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
         raise ProblemsError(
             f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); "
-            "rows with the same "
-            "prompt are samples of one problem: correct the file"
+            "rows with the same prompt are samples of one problem: correct the file"
         )
     distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
     counts = Counter((problem.dataset, problem.id) for problem in distinct)
@@ -131,8 +129,7 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     if repeated:
         raise ProblemsError(
             f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); "
-            "results are "
-            "paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
+            "results are paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
         )
     return distinct
 
@@ -171,9 +168,8 @@ def files_of(path: Path) -> list[Path]:
         where = f" in {Path.cwd()}" if not path.is_absolute() else ""
         raise ProblemsError(
             f"{path} is not a file, nor a folder of problem files{where}; name a registered set "
-            "(dapo datasets), "
-            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or "
-            "https://...#sha256=..."
+            f"(dapo datasets), files that end in {', '.join(FORMATS)}, hf:ORG/NAME, "
+            "modelscope:ORG/NAME or https://...#sha256=..."
         )
     if files[0].suffix not in FORMATS:
         raise ProblemsError(

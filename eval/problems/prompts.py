@@ -136,8 +136,7 @@ def find_template(name: str, default: str) -> Template:
     if text.count(PLACE) != 1:
         raise ProblemsError(
             f"{path} contains {PLACE} {text.count(PLACE)} times; a prompt template "
-            "(evaluate.prompt) needs it "
-            "exactly once"
+            "(evaluate.prompt) needs it exactly once"
         )
     return Template(path.name, text)
 

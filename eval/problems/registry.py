@@ -251,8 +251,7 @@ def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
         return counts[0]
     logger.warning(
         "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem "
-        "is one item, "
-        "sampled evaluate.num_samples times",
+        "is one item, sampled evaluate.num_samples times",
         source,
         sum(count > 1 for count in counts),
         len(counts),
@@ -315,10 +314,8 @@ def _options_of(problem: Problem) -> _Options:
     if len(texts) < 2:
         raise ProblemsError(
             f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but "
-            "this problem has "
-            f"{len(texts)} options and the answer {problem.gold!r}; list options as lines A., B., "
-            "... or as "
-            "`choices`, or set evaluate.mode=generate"
+            f"this problem has {len(texts)} options and the answer {problem.gold!r}; list options "
+            "as lines A., B., ... or as `choices`, or set evaluate.mode=generate"
         )
     labels = labels or _LABELS[: len(texts)]
     is_integer = all(type(label) is int for label in labels)
@@ -343,10 +340,9 @@ def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]
         fits = ", ".join(f"{counts[name]} are {name}" for name in _READINGS)
         raise ProblemsError(
             "evaluate.mode=loglikelihood needs one right option of several, named in one way by "
-            "all rows: of "
-            f"{len(members)} answers, {fits}. {problem.id} has {len(options.texts)} options and "
-            "the answer "
-            f"{problem.gold!r}: correct the answers, or set evaluate.mode=generate"
+            f"all rows: of {len(members)} answers, {fits}. {problem.id} has {len(options.texts)} "
+            f"options and the answer {problem.gold!r}: correct the answers, or set "
+            "evaluate.mode=generate"
         )
     unclear = [
         problem
@@ -357,10 +353,9 @@ def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]
         first = ", ".join(f"{problem.id}: {problem.gold!r}" for problem in unclear[:3])
         raise ProblemsError(
             f"all {len(members)} answers can be read as {' and as '.join(complete)} of the "
-            "options, and "
-            f"{len(unclear)} then mean different options ({first}): write the key `answer` as the "
-            "option's letter "
-            "(A, B, ...) or as its index from 0, a JSON integer without quotes"
+            f"options, and {len(unclear)} then mean different options ({first}): write the key "
+            "`answer` as the option's letter (A, B, ...) or as its index from 0, a JSON integer "
+            "without quotes"
         )
     return {problem.id: one[complete[0]] for (problem, _), one in zip(members, found, strict=True)}
 

@@ -102,8 +102,7 @@ class ProblemSet:
         if hub not in sources:
             raise ProblemsError(
                 f"{self.name} is not registered on data.hub={hub}, only on {', '.join(sources)}; "
-                "set data.hub to "
-                "one of these, or name its id there"
+                "set data.hub to one of these, or name its id there"
             )
         return sources[hub]
 

@@ -86,9 +86,8 @@ def _read(label: str, path: Path) -> Side:
     if not training.steps:
         raise ResultsError(
             f"{path} contains no training step. Expected are lines `step:1 - name:value - ...` "
-            "(verl console), "
-            "`iteration: 1 / 100 | name : value | ...` (MindSpeed) or JSON with `step` (metrics "
-            "file)"
+            "(verl console), `iteration: 1 / 100 | name : value | ...` (MindSpeed) or JSON with "
+            "`step` (metrics file)"
         )
     names = dict.fromkeys(name for metrics in training.steps for name in metrics if name != "step")
     metrics = {name: ends for name in names if (ends := _ends(training.steps, name)) is not None}

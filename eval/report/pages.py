@@ -158,11 +158,9 @@ def best_step(curve: Mapping[str, Any]) -> str:
         return "There are too few problems to choose a best step."
     chosen = (
         f"The best of {len(curve['steps'])} steps is {best['step']}, chosen on "
-        f"{best['num_chosen_on']} of the "
-        f"problems ({percent(best['chosen_on'])} there). On the other {best['num_reported_on']} it "
-        "has "
-        f"{percent(best['reported']['accuracy'])} (95 % interval "
-        f"{interval(best['reported']['interval'])})"
+        f"{best['num_chosen_on']} of the problems ({percent(best['chosen_on'])} there). On the "
+        f"other {best['num_reported_on']} it has {percent(best['reported']['accuracy'])} (95 % "
+        f"interval {interval(best['reported']['interval'])})"
     )
     if best["step"] == best["last_step"]:
         return f"{chosen}. It is the last step."

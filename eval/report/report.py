@@ -38,8 +38,7 @@ SAME_MODEL = (
 )
 THESE_MODELS = (
     "This compares these two models on items like these. It does not predict the result of another "
-    "training run "
-    "with a different seed."
+    "training run with a different seed."
 )
 
 
@@ -163,8 +162,7 @@ def verdict(comparison: Comparison) -> str:
     if comparison.is_one_evaluation:
         return (
             f"Both sides are the same stored evaluation, {x} right on {_items(comparison)}: with a "
-            "single "
-            f"measurement, nothing can be said about a change."
+            "single measurement, nothing can be said about a change."
         )
     low, high = (points(bound) for bound in comparison.ci95)
     if comparison.is_significant:
@@ -186,8 +184,7 @@ def verdict(comparison: Comparison) -> str:
     detectable = comparison.minimal_detectable_difference
     undetected = (
         f"with these items, a true change smaller than about {100 * detectable:.1f} points goes "
-        "undetected more "
-        f"than one time in five"
+        "undetected more than one time in five"
         if detectable < 1
         else "with so few items, no change is detected reliably, however large"
     )
@@ -207,17 +204,14 @@ def notes(comparison: Comparison) -> list[str]:
     if unproven:
         found.append(
             f"The server returned no log-probs {' and '.join(unproven)} training, so only its "
-            "model folder or "
-            f"name shows that a single model gave all answers."
+            "model folder or name shows that a single model gave all answers."
         )
     truncated = [side.truncated_rate for side in sides.values()]
     if max(truncated) >= MOSTLY_TRUNCATED:
         found.append(
             f"{percent(truncated[0])} of the responses before and {percent(truncated[1])} after "
-            "were truncated "
-            "and count as not right: the accuracy depends on evaluate.max_response_tokens at "
-            "least as much as "
-            f"on the models."
+            "were truncated and count as not right: the accuracy depends on "
+            "evaluate.max_response_tokens at least as much as on the models."
         )
     aisbench = comparison.graders
     if aisbench is None:
@@ -264,10 +258,8 @@ def _left_out(comparison: Comparison) -> list[str]:
     verb = "item is" if unpaired.num_items == 1 else "items are"
     return [
         f"{unpaired.num_items} more {verb} left out because a request failed ({unpaired.before} "
-        "before, "
-        f"{unpaired.after} after); whatever the answers would have been, the change over all "
-        f"{total} items lies "
-        f"between {low} and {high} points."
+        f"before, {unpaired.after} after); whatever the answers would have been, the change over "
+        f"all {total} items lies between {low} and {high} points."
     ]
 
 

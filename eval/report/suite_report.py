@@ -161,8 +161,7 @@ def _common_suite(models: Models) -> Suite:
         )
         raise ComparisonError(
             f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. "
-            "Evaluate both on the "
-            "same ones."
+            "Evaluate both on the same ones."
         )
     headlines = [
         side.headline for side in (after, before) if side.headline in [one.name for one in common]
@@ -347,8 +346,7 @@ class _SuiteWriter:
         found = [SAME_MODEL] if compared.is_same_model else []
         found += [
             f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the "
-            "pool counts them "
-            f"only there."
+            "pool counts them only there."
             for row in compared.benchmarks
             if row.num_elsewhere
         ]
@@ -396,8 +394,7 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     if compared.is_one_evaluation:
         return [
             f"Both sides are the same stored evaluations of {len(rows)} benchmarks: with a single "
-            "measurement "
-            f"of each, nothing can be said about a change."
+            "measurement of each, nothing can be said about a change."
         ]
     change = f"changed by {points(pooled.difference)} points, not significantly"
     if pooled.p < SIGNIFICANCE:
@@ -408,10 +405,8 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     chosen = next(row for row in rows if row.name == headline)
     sentences = [
         f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % "
-        "interval "
-        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from {percent(pooled.before)} "
-        "to "
-        f"{percent(pooled.after)}.",
+        f"interval {points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from "
+        f"{percent(pooled.before)} to {percent(pooled.after)}.",
         f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, "
         f"{_change_words(chosen)}.",
     ]
@@ -443,8 +438,7 @@ def last_night_verdict(compared: SuiteComparison) -> str:
     )
     return (
         f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 "
-        "% interval "
-        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
+        f"% interval {points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
         + (f" BELOW last night: {fell}." if scope and fell else "")
     )
 

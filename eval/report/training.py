@@ -56,8 +56,7 @@ def skipped_steps_notes(steps: Steps) -> list[str]:
     if num_skipped == len(trained):
         return [
             f"None of the {len(trained)} training steps found a group with signal, so no weight "
-            "changed: any "
-            "change is noise from serving and sampling, not training."
+            "changed: any change is noise from serving and sampling, not training."
         ]
     return [
         f"{num_skipped} of {len(trained)} training steps found no group with signal and changed no "

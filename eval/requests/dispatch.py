@@ -253,10 +253,9 @@ class Dispatcher:
             elif difference := self._weights.difference(weights):
                 raise ModelChangedError(
                     f"{url} serves another model than the one evaluated so far, under the same "
-                    "name "
-                    f"({server.endpoint.model}): {difference}. A score must come from one model: "
-                    "serve the first "
-                    "model again and repeat the command, or choose another --output for this one"
+                    f"name ({server.endpoint.model}): {difference}. A score must come from one "
+                    "model: serve the first model again and repeat the command, or choose another "
+                    "--output for this one"
                 )
             server.checked_at = began
             server.has_answered = True

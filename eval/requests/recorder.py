@@ -215,10 +215,9 @@ class Recorder:
         unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
         raise EvaluationError(
-            f"{len(failures)} of {len(self._expected)} requests to {servers} failed{unsent}; "
-            f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
-            f"The answers so far are kept in {self.folder}: run the same evaluation again to "
-            "continue."
+            f"{len(failures)} of {len(self._expected)} requests to {servers} failed{unsent}; at "
+            f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. The "
+            f"answers so far are kept in {self.folder}: run the same evaluation again to continue."
         )
 
 
@@ -309,11 +308,9 @@ def _refuse_foreign(
     if foreign:
         raise ResultsError(
             f"{output_dir / RESULTS_FILE}: {len(foreign)} of {len(rows)} rows answer no request of "
-            "this "
-            f"evaluation (first: item {foreign[0].id!r}, sample {foreign[0].sample}): the file was "
-            "edited, or "
-            "joined with another. Remove these rows and repeat the command, or choose another "
-            "--output"
+            f"this evaluation (first: item {foreign[0].id!r}, sample {foreign[0].sample}): the "
+            "file was edited, or joined with another. Remove these rows and repeat the command, or "
+            "choose another --output"
         )
 
 

@@ -250,10 +250,9 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
         last = next(reversed(rows.values()))
         raise ResultsError(
             f"{directory / RESULTS_FILE} has {len(rows)} rows, but the evaluation has {expected} "
-            "responses: the "
-            f"file was edited, or joined with another. Remove the {len(rows) - expected} added "
-            "rows (the last row "
-            f"is item {last.id!r}, sample {last.sample})"
+            "responses: the file was edited, or joined with another. Remove the "
+            f"{len(rows) - expected} added rows (the last row is item {last.id!r}, sample "
+            f"{last.sample})"
         )
     if len(rows) < expected:
         raise ResultsError(

@@ -57,8 +57,7 @@ def describe_suite(folder: str | Path) -> Suite:
     except (FileNotFoundError, NotADirectoryError):
         raise ResultsError(
             f"{folder} has no {SETTINGS_FILE} and no {SUITE_FILE}: it is not a folder of `dapo "
-            "eval`; name the "
-            "folder given as --output"
+            "eval`; name the folder given as --output"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(

@@ -96,8 +96,7 @@ class BaselineConfig(Entry):
         if not _BASELINE_NAME.fullmatch(self.name) or _TAKEN_NAMES.fullmatch(self.name):
             raise ValueError(
                 f"evaluate.baselines: {self.name!r} names a column beside before, after, {POOLED} "
-                "and steps; it "
-                "must begin with a letter and contain only letters, digits, _ and -"
+                "and steps; it must begin with a letter and contain only letters, digits, _ and -"
             )
         given = [name for name in ("path", "id", "base_url") if getattr(self, name) is not None]
         if len(given) != 1:
@@ -110,14 +109,12 @@ class BaselineConfig(Entry):
             if given[0] not in _READ_WITH[name]:
                 raise ValueError(
                     f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; "
-                    "remove it, or use "
-                    f"{' or '.join(_READ_WITH[name])} instead"
+                    f"remove it, or use {' or '.join(_READ_WITH[name])} instead"
                 )
         if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
             raise ValueError(
                 f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs "
-                "would keep in "
-                "clear text; put the key into an environment variable and name it in "
+                "would keep in clear text; put the key into an environment variable and name it in "
                 "api_key_variable"
             )
         if self.base_url is not None and self.model is None:
@@ -199,8 +196,7 @@ class EvaluateConfig(Section):
     scorer: str | None = key(
         None,
         "Scorer that replaces the set's grader: a name, or FILE.py with compute_score "
-        "(FILE.py:NAME for another "
-        "function).",
+        "(FILE.py:NAME for another function).",
         min_length=1,
     )
     sampling: Literal["settings", "model"] = key(
@@ -250,15 +246,13 @@ class EvaluateConfig(Section):
         if self.scorer is not None and self.mode == "loglikelihood":
             raise ValueError(
                 f"evaluate.scorer={self.scorer} would be ignored by evaluate.mode=loglikelihood, "
-                "where the "
-                "likeliest option is the answer; remove one of the two"
+                "where the likeliest option is the answer; remove one of the two"
             )
         if self.chat_template_kwargs and self.api == "completions":
             raise ValueError(
                 f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored "
-                "by "
-                "evaluate.api=completions, which has no chat template; set evaluate.api=chat, or "
-                "remove them"
+                "by evaluate.api=completions, which has no chat template; set evaluate.api=chat, "
+                "or remove them"
             )
         return self
 
@@ -281,8 +275,7 @@ class EvaluateConfig(Section):
             if labels.count(label) > 1:
                 raise ValueError(
                     f"evaluate.benchmarks names {label!r} twice; give one of them another `name`, "
-                    "such as "
-                    f"{{set: {label}, name: {label}-avg4, num_samples: 4}}"
+                    f"such as {{set: {label}, name: {label}-avg4, num_samples: 4}}"
                 )
         return benchmarks
 

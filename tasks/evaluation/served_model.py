@@ -71,8 +71,7 @@ def server_of(baseline: BaselineConfig) -> Server:
     if variable is not None and not (key := os.environ.get(variable, "")):
         raise ServeError(
             f"evaluate.baselines: {baseline.name} reads its API key from {variable}, which is not "
-            "set; set it "
-            "where the run (or its Prefect worker) starts"
+            "set; set it where the run (or its Prefect worker) starts"
         )
     return Server(str(baseline.base_url), str(baseline.model), key)
 
@@ -197,9 +196,8 @@ def served_model_identity(servers: Sequence[Endpoint], terms: ServedBy = ServedB
         if identity != identities[0]:
             raise ServeError(
                 f"{server.base_url} serves {identity[0]} and {servers[0].base_url} "
-                f"{identities[0][0]}, or other "
-                "files of that name: all servers must serve the same model; start them with the "
-                "same folder"
+                f"{identities[0][0]}, or other files of that name: all servers must serve the same "
+                "model; start them with the same folder"
             )
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
@@ -241,8 +239,7 @@ def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerUnreachable(
             f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo "
-            "serve, or check "
-            f"{terms.url}"
+            f"serve, or check {terms.url}"
         ) from None
     if answer.status_code in (401, 403):
         reason = f"{terms.key_variable} is not " + ("the server's" if server.api_key else "set")
@@ -253,6 +250,5 @@ def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
             f"{url} does not list models: HTTP {answer.status_code}, "
-            f"{redact(answer.text)[:100]!r}; {terms.url} "
-            "must be an OpenAI-compatible server"
+            f"{redact(answer.text)[:100]!r}; {terms.url} must be an OpenAI-compatible server"
         ) from None

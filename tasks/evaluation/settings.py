@@ -199,8 +199,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         return {**named, "temperature": 0.0}
     raise ConfigError(
         f"evaluate.sampling=model: {path} sets no temperature, top_p or top_k, so the model has no "
-        "default "
-        f"sampling; set evaluate.sampling=settings and evaluate.temperature"
+        "default sampling; set evaluate.sampling=settings and evaluate.temperature"
     )
 
 

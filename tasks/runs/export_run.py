@@ -349,7 +349,6 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
         if (found := hash_file(target, entry.algorithm)) != entry.digest:
             raise StoreError(
                 f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: "
-                "the artifact is "
-                "damaged; dapo run builds it again"
+                "the artifact is damaged; dapo run builds it again"
             )
     return done

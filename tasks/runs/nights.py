@@ -88,8 +88,7 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
     if model is None:
         logger.warning(
             "no column %s: the merged model of the run %s is no longer in the store; dapo gc keeps "
-            "that of the "
-            "newest nightly run",
+            "that of the newest nightly run",
             LAST_NIGHT,
             night.id,
         )

@@ -38,8 +38,7 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
     if config.train.backend != "own":
         raise ConfigError(
             f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo "
-            "compare` and the "
-            "report show the measured times of other trainers"
+            "compare` and the report show the measured times of other trainers"
         )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
     if (training := _last_training(config)) is not None:
@@ -88,8 +87,7 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
     if train.device_model is None:
         raise ConfigError(
             f"the time of a step on train.device={train.device} depends on the device: set "
-            "train.device_model to "
-            f"one of {', '.join(DEVICES)}"
+            f"train.device_model to one of {', '.join(DEVICES)}"
         )
     rates = find_device(train.device_model).rates
     return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)

@@ -161,10 +161,8 @@ def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) ->
         golds_of(written(tmp_path, *rows))
     assert str(caught.value) == (
         "all 2 answers can be read as texts and as indices of the options, and 2 then mean "
-        "different options "
-        "(row-0: '3', row-1: '1'): write the key `answer` as the option's letter (A, B, ...) or as "
-        "its index from "
-        "0, a JSON integer without quotes"
+        "different options (row-0: '3', row-1: '1'): write the key `answer` as the option's letter "
+        "(A, B, ...) or as its index from 0, a JSON integer without quotes"
     )
 
 

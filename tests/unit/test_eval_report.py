@@ -170,8 +170,7 @@ def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, A
     assert report["unpaired"] == unpaired
     assert report["verdict"].endswith(
         "1 more item is left out because a request failed (1 before, 0 after); whatever the "
-        "answers would have "
-        "been, the change over all 8 items lies between +25.0 and +37.5 points."
+        "answers would have been, the change over all 8 items lies between +25.0 and +37.5 points."
     )
 
 

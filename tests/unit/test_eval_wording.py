@@ -37,13 +37,11 @@ def test_verdict_of_a_significant_change() -> None:
     result = compared("w" * 28 + "r" * 472, "r" * 28 + "w" * 10 + "r" * 462)
     assert verdict(result) == (
         "Accuracy rose by 3.6 points (95 % interval of the change +1.1 to +6.3), from 94.4 % to "
-        "98.0 % on the "
-        "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
+        "98.0 % on the same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
     )
     assert notes(result) == [
         "This compares these two models on items like these. It does not predict the result of "
-        "another training "
-        "run with a different seed."
+        "another training run with a different seed."
     ]
     fell = "Accuracy fell by 100.0 points (95 % interval of the change -"
     assert verdict(compared("r" * 8, "w" * 8)).startswith(fell)
@@ -53,12 +51,9 @@ def test_verdict_of_an_insignificant_change_states_what_would_go_undetected() ->
     result = compared("w" * 58 + "r" * 442, "r" * 58 + "w" * 40 + "r" * 402)
     assert verdict(result) == (
         "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % "
-        "interval -0.4 to +7.6) "
-        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. This does not show "
-        "that nothing "
-        "changed: with these items, a true change smaller than about 5.7 points goes undetected "
-        "more than one "
-        "time in five."
+        "interval -0.4 to +7.6) on the same 500 items: 58 gained, 40 lost, exact McNemar p = "
+        "0.085. This does not show that nothing changed: with these items, a true change smaller "
+        "than about 5.7 points goes undetected more than one time in five."
     )
     assert "with so few items, no change is detected reliably, however large." in verdict(
         compared("rwww", "wrrw")
@@ -167,8 +162,7 @@ def test_one_stored_evaluation_is_not_reported_as_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (
         "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: with a "
-        "single "
-        "measurement, nothing can be said about a change."
+        "single measurement, nothing can be said about a change."
     )
     assert notes(result) == []
     # Equal answers with other request times are a second measurement.

@@ -104,8 +104,7 @@ def test_the_verdict_names_every_regression_and_failed_gate(report: dict[str, An
     low, high = (f"{100 * bound:+.1f}" for bound in report["pooled"]["ci95"])
     assert report["sentences"] == [
         "Pooled over 3 benchmarks (44 problems), accuracy changed by -9.0 points, not "
-        "significantly (95 % "
-        f"interval {low} to {high}, p = 0.42), from 55.0 % to 46.0 %.",
+        f"significantly (95 % interval {low} to {high}, p = 0.42), from 55.0 % to 46.0 %.",
         "Headline algebra: 20.0 % to 50.0 %, +30.0 points (p = 0.031, Holm 0.062).",
         "FELL: words -40.0 points (p = 0.0078, Holm 0.023).",
         "Rose: algebra +30.0 points (p = 0.031, Holm 0.062).",
@@ -226,8 +225,7 @@ def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path)
     report = write_suite_report(Models(side, side), None, None)
     assert report["sentences"] == [
         "Both sides are the same stored evaluations of 3 benchmarks: with a single measurement of "
-        "each, "
-        "nothing can be said about a change."
+        "each, nothing can be said about a change."
     ]
 
 

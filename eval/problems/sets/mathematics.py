@@ -20,20 +20,13 @@ from eval.problems.rows import (
 
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 NO_INTEGER = "no whole number as the answer"
 _MAA = "the problems are the Mathematical Association of America's"
-_SIMPLERL = (
-    "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/cf1c7858bfc145a27aa733e75d930d34f0d318a6/"
-    "examples/simplelr_math_eval/data"
-)
-_GRADE_SCHOOL_MATH = (
-    "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
-    "grade_school_math/data"
-)
+_SIMPLERL = "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/cf1c7858bfc145a27aa733e75d930d34f0d318a6/examples/simplelr_math_eval/data"
+_GRADE_SCHOOL_MATH = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
 _MATH_LIGHTEVAL = "hf:DigitalLearningGmbH/MATH-lighteval@main/data/{}-00000-of-00001.parquet"
 _GEOMETRY3K = "hf:hiyouga/geometry3k@main/data/{}-00000-of-00001.parquet"
 
