@@ -35,17 +35,13 @@ class Endpoint:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     def has_ended(self) -> bool:
-        """True if the server is known to have ended for good. Subclasses know servers that we
-        started.
-        """
+        """True if the server has ended for good; subclasses know servers that we started."""
         return False
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, all part of a result's identity. Sample i uses seed + i. None leaves a
-    field unsent.
-    """
+    """Sampling, part of a result's identity. Sample i uses seed + i. None is not sent."""
 
     max_tokens: int
     temperature: float | None = 0.0
@@ -75,9 +71,7 @@ class Sampling:
         return {**sent, **(self.extra_body or {})}
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to the form stored in settings.json. Fields added in later versions are omitted
-        unless set.
-        """
+        """Convert to the form in settings.json. Fields of later versions are omitted unless set."""
         fields = {**asdict(self), "stop": list(self.stop)}
         added = ("chat_template_kwargs", "extra_body", "source")
         return {

@@ -41,8 +41,7 @@ RUNS_WIDTH = 100  # for a list of runs, narrow enough to paste
 
 
 def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str, Any]) -> None:
-    """Print every key of another trainer's configuration with its fate, blocking keys first, and
-    the counts.
+    """Print every key of another trainer's configuration with its fate, blocking keys first.
 
     The trainer's defaults are shown only where they differ from `defaults`, our defaults by name.
     """
@@ -175,9 +174,7 @@ def _several(number: int, role: str) -> str:
 
 
 def print_time(time: StepTime) -> None:
-    """Print the duration of each phase of a training step, then its tokens, FLOPs, and the
-    assumptions.
-    """
+    """Print each phase's duration in a training step, its tokens, FLOPs and assumptions."""
     table = Table("phase", _right("seconds"), _right("share"))
     for phase, seconds in time.seconds.items():
         table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
@@ -292,8 +289,7 @@ def print_run(
     changes: Sequence[Difference] | None,
     report: Mapping[str, Any] | None,
 ) -> None:
-    """Print one run: how it ended, its stages and outputs, its result, and its configuration
-    changes.
+    """Print one run: how it ended, its stages, outputs, result and configuration changes.
 
     `changes` is None if a configuration cannot be read.
     """
@@ -407,9 +403,7 @@ def print_json(value: Any) -> None:
 
 
 def print_derived(derived: Sequence[Quantity]) -> None:
-    """Print the numbers derived from a configuration to standard error; standard output has the
-    configuration.
-    """
+    """Print the numbers derived from a configuration to standard error."""
     table = Table("quantity", "", "unit", "from", title="Derived numbers", title_justify="left")
     table.columns[1].justify = "right"
     for label, number, unit, formula in derived:
@@ -442,8 +436,6 @@ def _right(header: str) -> Column:
 
 
 def print_table(table: Table, *, is_error: bool = False) -> None:
-    """Print a table on standard output or error; without a terminal it is wide enough for whole
-    paths.
-    """
+    """Print a table; without a terminal it is wide enough for whole paths."""
     is_terminal = Console(stderr=is_error).is_terminal
     Console(stderr=is_error, width=None if is_terminal else WIDTH).print(table)

@@ -61,8 +61,7 @@ class Log:
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
-    """Grade another program's responses with our rules, write a results folder, and return the
-    summary.
+    """Grade another program's responses into a results folder; return the summary.
 
     Gold answers come from the log, gold solutions from their last box. If all are letters A to G,
     options are graded. Raises ResultsError if the log is unreadable, or if items have different
@@ -203,8 +202,7 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
 
 
 def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
-    """Read one line of a multiple-choice task: requests (prompt, option) with [log-likelihood, is
-    greedy].
+    """Read a multiple-choice line: requests (prompt, option) with [log-likelihood, is greedy].
 
     Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has
     several options.
@@ -302,9 +300,7 @@ def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
-    """Read AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor finish
-    reasons.
-    """
+    """Read AISBench's predictions/MODEL/DATASET.jsonl, without sampling and finish reasons."""
     if file.with_name(f"{file.stem}_failed.jsonl").exists():
         logger.warning("%s: skipping failed requests, which have no gold answer there", file)
     rows = [

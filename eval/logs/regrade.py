@@ -37,8 +37,7 @@ class Regraded:
 
 
 def regrade(path: str | Path) -> Regraded:
-    """Regrade a finished results folder, given by its path or its results.jsonl, and rewrite its
-    files.
+    """Regrade a finished results folder (or its results.jsonl) and rewrite its files.
 
     Each file is replaced atomically, the rows before the settings that name their grader, so that
     an interrupted regrading can be repeated. Raises ResultsError if the folder is not a finished

@@ -82,9 +82,7 @@ def problems_of(
 
 
 def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema]) -> Schema:
-    """Return the first schema whose columns the file has. Raises ProblemsError naming the missing
-    columns.
-    """
+    """Return the first schema whose columns the file has. Raises ProblemsError without one."""
     for schema in schemas:
         if set(columns).issuperset(schema.columns):
             return schema
@@ -103,8 +101,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """Return distinct problems with their row counts; rows with the same prompt are samples of one
-    problem.
+    """Return distinct problems with row counts; rows with the same prompt are samples of one.
 
     Raises ProblemsError if such rows have different gold answers, or if different problems share an
     id, since results are paired by id.
@@ -135,8 +132,7 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
 
 
 def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Row]]:
-    """Yield non-empty batches of rows from a file, or from all files in a folder, which share one
-    format.
+    """Yield non-empty batches of rows from a file, or from a folder's files of one format.
 
     pyarrow reads parquet, only the columns of the matching schema. `datasets` streams other formats
     without leaving files in the user's cache, except for AISBench's JSON object of rows by index.
@@ -156,9 +152,7 @@ def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Ro
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file, or the files of a folder. Raises ProblemsError if there are none, or several
-    formats.
-    """
+    """Return the file, or a folder's files. Raises ProblemsError for none or several formats."""
     files = [path]
     if path.is_dir():
         files = sorted(

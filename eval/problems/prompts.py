@@ -26,8 +26,7 @@ DEFAULT = "default"  # the benchmark's own template
 
 @dataclass(frozen=True)
 class Template:
-    """A text around `{problem}`. `stop` ends a response; `system` replaces the file's system
-    message.
+    """A text around `{problem}`. `stop` ends a response; `system` replaces the file's message.
 
     The template `given` uses the messages of the file, or the bare problem if it has none.
     """
@@ -114,8 +113,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 def find_template(name: str, default: str) -> Template:
-    """Return the template of that name, else read the file of that name, which must contain
-    {problem} once.
+    """Return the template of that name, else of that file, which must contain {problem} once.
 
     `default` is the name that "default" stands for. A newline at the end of the file is dropped.
     Raises ProblemsError if there is neither.

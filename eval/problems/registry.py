@@ -93,9 +93,7 @@ def read_as(
 
 
 def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
-    """True if the set's schema does more than name columns, as with answers inside texts, or
-    options.
-    """
+    """True if the schema does more than name columns, as with answers inside texts, or options."""
     return any(
         not {problem.text, problem.gold} <= {str(value) for value in row.values()}
         for row, problem in found
@@ -103,9 +101,7 @@ def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
 
 
 def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
-    """Return the registered set whose schema reads all rows and does more than name columns; None
-    without one.
-    """
+    """Return the registered set whose special schema reads all rows; None without one."""
     return next(
         (
             known
@@ -117,9 +113,7 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
 
 
 def recognize(path: Path) -> ProblemSet:
-    """Return how to read the user's own file: OWN, or a registered set's schema, or columns with
-    usual names.
-    """
+    """Return how to read the user's own file: OWN, a registered set's schema, or usual names."""
     rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
     if not rows or any(read_as(path, [row], OWN) for row in rows):
         return OWN
@@ -155,8 +149,7 @@ class HeldOut:
 
 
 def read_held_out(path: Path, name: str | None = None) -> HeldOut:
-    """Read the problems of an evaluation file: prepared, of the registered set `name`, or the
-    user's own.
+    """Read an evaluation file: prepared, of the registered set `name`, or the user's own.
 
     Raises ProblemsError for unusable rows, and for a file that is not the complete set.
     """
@@ -261,8 +254,7 @@ def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
 
 
 def _items_with_options(problems: Sequence[Problem], template: Template) -> tuple[Item, ...]:
-    """Make items whose options are the texts of `choices` in extra_info, else the letters listed in
-    the problem.
+    """Make items whose options are `choices` in extra_info, else the letters in the problem.
 
     The gold answer becomes one of the options. Raises ProblemsError unless exactly one of several
     is right.
@@ -298,9 +290,7 @@ class _Options(NamedTuple):
 
 
 def _options_of(problem: Problem) -> _Options:
-    """Return the options of a problem, and its text without a last paragraph that asks a base model
-    for a box.
-    """
+    """Return the options of a problem, and its text without a last paragraph asking for a box."""
     question, _, last = problem.text.rpartition("\n\n")
     question = question if question and "\\boxed" in last else problem.text
     given = problem.extra_info.get("choices")
@@ -323,8 +313,7 @@ def _options_of(problem: Problem) -> _Options:
 
 
 def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]:
-    """Return the index of each problem's right option, reading the gold answers of a set in one
-    way.
+    """Return the index of each problem's right option; a set's golds are read in one way.
 
     They are all labels, all texts or all indices from 0. Raises ProblemsError if none of these fits
     all of them, or if several do and differ.

@@ -1,6 +1,4 @@
-"""Rows of problem files: the schemas they are published in, the sets they belong to, and unusable
-rows.
-"""
+"""Rows of problem files: published schemas, the sets they belong to, and unusable rows."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ class ProblemSet:
 
     @property
     def unpinned(self) -> tuple[Split, ...]:
-        """The splits whose default source names a branch or no revision, so that its rows may
-        change.
-        """
+        """The splits whose default source names a branch or no revision and so may change."""
         splits: tuple[Split, ...] = ("train", "test")
         sources = {
             split: next(iter((self.train if split == "train" else self.test).values()), "")
@@ -144,9 +140,7 @@ def needed(value: str | None, reason: str) -> str:
 def problem_of(
     row: Row, text: str, gold: str, details: Row | None = None, **fields: Any
 ) -> Problem:
-    """Make a problem with the id, subject and level under their usual names in `details`, by
-    default the row.
-    """
+    """Make a problem with the id, subject and level from `details`, by default the row."""
     details = row if details is None else details
     fields.setdefault("subject", text_of(details, "subject", "subfield", "type", "topic", "名称"))
     fields.setdefault("level", text_of(details, "level", "difficulty", "task"))
@@ -155,9 +149,7 @@ def problem_of(
 
 
 def chat_of(value: Any) -> tuple[Message, ...] | None:
-    """Parse a list of {role, content}, or its JSON. None unless it is one and its last message is
-    not blank.
-    """
+    """Parse a list of {role, content}, or its JSON. None if it is none or ends blank."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -174,8 +166,7 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
 
 
 def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
-    """Read DAPO-Math-17k's schema: {data_source, prompt: [messages], reward_model: {ground_truth},
-    extra_info}.
+    """Read DAPO-Math-17k: {data_source, prompt: [...], reward_model: {ground_truth}, extra_info}.
 
     `bare` extracts the problem from the last message. Prepared files add the bare problem, the name
     of its set and the weight of that set.
@@ -214,8 +205,7 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
 
 
 def read_solved(row: Row) -> Problem:
-    """Read MATH's schema: {problem, solution or answer}. Gold is the last box of the solution, else
-    the answer.
+    """Read MATH: {problem, solution or answer}. Gold is the solution's last box, else the answer.
 
     `choices` holds option texts for evaluate.mode=loglikelihood.
     """
@@ -250,9 +240,7 @@ SOLVED = Schema(
 def guess_columns(
     names: Collection[str], given: Mapping[str, str] | None = None
 ) -> tuple[str | None, str | None]:
-    """Return the columns with problem and answer: as `given`, else by their names, None if no name
-    fits.
-    """
+    """Return the columns with problem and answer: as `given`, else by name, else None."""
     given = given or {}
     by_word = {name.lower().strip(): name for name in names if name not in given.values()}
     problem = given.get("problem") or next(
@@ -265,9 +253,7 @@ def guess_columns(
 
 
 def schema_with(problem: str, answer: str) -> Schema:
-    """Return the schema of rows with the problem, a text or a chat, and the answer in these
-    columns.
-    """
+    """Return the schema of rows with problem (text or chat) and answer in these columns."""
 
     def read(row: Row) -> Problem:
         messages = chat_of(row[problem])

@@ -1,6 +1,4 @@
-"""Where a difference comes from: groups of items, format or content, lengths, graders, samples,
-speed.
-"""
+"""Where a difference comes from: groups, format or content, lengths, graders, samples, speed."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def changes_of(pairs: Iterable[Pair]) -> list[int]:
 def group_changes(
     pairs: Sequence[Pair], fields: Sequence[str]
 ) -> dict[str, dict[str, GroupChange]]:
-    """{field: {group: change}} in natural order; p-values are adjusted over all groups of all
-    fields.
-    """
+    """{field: {group: change}} in natural order; p is adjusted over all groups of all fields."""
     groups = [
         (field, key, [pair for pair in pairs if getattr(pair[0][0], field) == key])
         for field in fields
@@ -132,9 +128,7 @@ def group_changes(
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
-    """[x][y]: items with verdict x before and y after, averaged over the k * k pairs of an item's
-    samples.
-    """
+    """[x][y]: items with verdict x before and y after, over an item's k * k sample pairs."""
     counts: Counter[tuple[str, str]] = Counter()
     num_ways = 1
     for before, after in pairs:
@@ -147,8 +141,7 @@ def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
 
 
 def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
-    """{format, no_answer, truncated, content}: format = no_answer + truncated; format + content =
-    the difference.
+    """{format = no_answer + truncated, content}; format + content = the difference.
 
     Format is the share of items that went from unfinished to right, minus the share that went back.
     Content is the same for wrong answers.
@@ -256,9 +249,7 @@ def compare_metrics(
 
 
 def _net(pair: Pair, verdicts: Sequence[str]) -> float:
-    """Share of an item's sample pairs that go from `verdicts` to right, minus the share that go
-    back.
-    """
+    """Share of an item's sample pairs that go from `verdicts` to right, less those that go back."""
     before, after = pair
     gained = _count(before, verdicts) * num_right(after)
     lost = num_right(before) * _count(after, verdicts)

@@ -1,6 +1,4 @@
-"""Accuracy over training steps. The best step is chosen on one half of the problems and measured on
-the other.
-"""
+"""Accuracy over training steps; the best is chosen on half of the problems."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Best:
-    """The step with the highest pooled accuracy on one half of the problems, and its figures on the
-    other half.
-    """
+    """The step with the highest pooled accuracy on half of the problems; figures on the rest."""
 
     step: int
     num_chosen_on: int  # problems in the first half
@@ -61,9 +57,7 @@ class _Line:
     right: dict[str, dict[int, int]]  # digest of a problem -> step -> right responses
 
     def half(self, is_second: bool) -> dict[str, dict[int, int]]:
-        """The problems of one half. The split uses a digit of the digest, so it is the same in
-        every run.
-        """
+        """The problems of one half, split by a digit of the digest and so the same in every run."""
         return {
             problem: found
             for problem, found in self.right.items()
@@ -77,8 +71,7 @@ class _Line:
 
 
 def checkpoint_curve(points: Mapping[int, Sequence[Paired]]) -> Curve | None:
-    """Accuracy curve from evaluations by step, each benchmark paired with the model before
-    training.
+    """Accuracy curve from evaluations by step, each paired with the model before training.
 
     Only problems that every step answered count, each once. None for fewer than two steps after
     step 0.

@@ -111,8 +111,7 @@ class Unpaired:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A paired comparison over the `n` items that were answered on both sides, `num_samples` times
-    each.
+    """A paired comparison over `n` items, answered `num_samples` times on both sides.
 
     `difference` = after - before, of mean accuracy. `b` counts items that got worse (lost), `c`
     items that got better (gained): with one sample each, difference = (c - b) / n.
@@ -254,9 +253,7 @@ def _require_comparable(before: Evaluation, after: Evaluation) -> None:
 
 
 def _comparable_settings(side: Evaluation) -> dict[str, Any]:
-    """Settings that must be equal. Sampling values from generation_config.json may differ between
-    models.
-    """
+    """Settings that must be equal; sampling values from generation_config.json may differ."""
     settings = {key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}
     sampling = settings["sampling"]
     if sampling.get("source") == "model":

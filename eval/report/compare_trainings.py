@@ -1,6 +1,4 @@
-"""Side-by-side comparison of trainings, including other trainers': first and last values of each
-metric, plots.
-"""
+"""Side-by-side comparison of trainings, including other trainers': metrics and plots."""
 
 from __future__ import annotations
 
@@ -145,9 +143,7 @@ def render_markdown(sides: Sequence[Side]) -> str:
 
 
 def write_page(sides: Sequence[Side], output_dir: str | Path) -> Path:
-    """Write trainings.html (plots of reward, length, entropy, throughput) and trainings.json;
-    returns the page.
-    """
+    """Write trainings.html (plots) and trainings.json; returns the page."""
     from markupsafe import Markup
 
     folder = make_folder(output_dir)

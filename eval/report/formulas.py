@@ -1,5 +1,4 @@
-r"""Renders model output as HTML with LaTeX as MathML. Model output is untrusted, so all text is
-escaped.
+r"""Renders untrusted model output as escaped HTML, with LaTeX as MathML.
 
 latex2mathml copies \text{<script>}, \href and \style to its output, so only known elements and
 attributes are kept. Formulas that cannot be converted stay as text.
@@ -77,9 +76,7 @@ class Formulas:
         self._max_formulas = max_formulas
 
     def render(self, text: str) -> Markup:
-        """Convert a text to HTML: formulas to MathML with their source as annotation, the rest
-        escaped.
-        """
+        """Convert a text to HTML: formulas to MathML with their source, the rest escaped."""
         from markupsafe import Markup
 
         pieces: list[str] = []

@@ -118,9 +118,7 @@ def check_gate(
 
 
 def describe_gates(results: Sequence[GateResult]) -> list[str]:
-    """The outcome of the gates in sentences, naming those that failed or were not checked; []
-    without gates.
-    """
+    """Sentences on the gates that failed or were not checked; [] without gates."""
     failed = [
         f"{result.gate} ({_values(result)})" for result in results if result.is_passed is False
     ]

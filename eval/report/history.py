@@ -78,9 +78,7 @@ class Change(PairedChange):
 
 @dataclass(frozen=True)
 class Trend:
-    """Least-squares line through a series, one step per run, over the items that every run
-    answered.
-    """
+    """Least-squares line through a series, per run, over the items that every run answered."""
 
     n: int
     slope: float  # per run
@@ -323,9 +321,7 @@ def _differences(reference: Point, other: Point) -> list[str]:
 
 
 def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
-    """The change for each (point, earlier point), over the items both answered; p is adjusted over
-    all pairs.
-    """
+    """The change for each (point, earlier point) over the items both answered; p is adjusted."""
     found = []
     for point, earlier in pairs:
         right = [(earlier.right[identity], count) for identity, count in point.right.items()]
@@ -361,8 +357,7 @@ def _trend(points: Sequence[Point]) -> Trend | None:
 
 
 def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
-    """Least-squares line through the accuracies. Each row holds an item's share of right responses
-    per run.
+    """Least-squares line through the accuracies; a row holds an item's share right, per run.
 
     The slope is the mean of the items' slopes, so its interval comes from their spread.
     """

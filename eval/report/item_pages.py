@@ -39,9 +39,7 @@ class PackedItems:
 
 
 def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
-    """Pack all items of two comparable evaluations. Changed items come first and get page space
-    first.
-    """
+    """Pack all items of two comparable evaluations; changed items get page space first."""
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
     rows = [row for pair in pairs for samples in pair for row in samples]
@@ -87,8 +85,7 @@ class _Texts:
         self._formulas = Formulas(MAX_FORMULAS)
 
     def end_of(self, text: str, num_chars: int | None = None) -> tuple[int, Markup | None]:
-        """(number of characters cut, end of the text as HTML); the HTML is None once the page is
-        full.
+        """(characters cut, end of the text as HTML); the HTML is None once the page is full.
 
         `num_chars` is the length of the whole text, if `text` is only its end.
         """
@@ -101,9 +98,7 @@ class _Texts:
 
 
 def _start_of_end(text: str, max_chars: int, is_cut: bool) -> int:
-    """Start of the last `max_chars`, moved to a paragraph, line or word so that it does not split a
-    formula.
-    """
+    """Start of the last `max_chars`, moved to a paragraph, line or word to keep formulas whole."""
     if len(text) <= max_chars and not is_cut:
         return 0
     start = max(0, len(text) - max_chars)
@@ -115,9 +110,7 @@ def _start_of_end(text: str, max_chars: int, is_cut: bool) -> int:
 
 
 def _index_entry(pair: tuple[Samples, Samples]) -> list[Any]:
-    """Index entry of an item: id, level, subject, gold answer, direction, then four values per
-    side.
-    """
+    """Index entry: id, level, subject, gold answer, direction, then four values per side."""
     first, direction = pair[0][0], direction_of(pair)
     sides = []
     for samples, right in zip(pair, (direction == "lost", direction == "gained"), strict=True):

@@ -75,9 +75,7 @@ _SIGNED = ("Reward per response", "Score by set")  # the other plots start at ze
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
-    """All plots of a report: lists of SVGs under accuracy, gain, transition, length, limit and
-    training.
-    """
+    """All plots of a report: SVGs under accuracy, gain, transition, length, limit, training."""
     return {
         "accuracy": accuracy_plots(comparison.before, comparison.after),
         "gain": [gain_plot(comparison)],
@@ -89,9 +87,7 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """Training curves as SVGs, one plot per group of recorded metrics, with per-set plots for
-    several sets.
-    """
+    """Training curves as SVGs, one per group of recorded metrics and per set of several."""
     steps = with_kept_share(steps)
     plots = []
     for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
@@ -103,9 +99,7 @@ def training_plots(steps: Steps) -> list[str]:
 
 
 def side_plots(sides: Mapping[str, Steps]) -> list[str]:
-    """Reward, length, entropy and throughput as SVGs, with one line per training (at most
-    MAX_SIDES).
-    """
+    """Reward, length, entropy and throughput as SVGs, a line per training (at most MAX_SIDES)."""
     plots = []
     for title, keys in SIDE_PLOTS.items():
         found = {
@@ -364,9 +358,7 @@ def _interval_plot(
 
 
 def checkpoint_plot(curve: Mapping[str, Any]) -> str:
-    """Accuracy over training steps: pooled with 95 % intervals, plus one line per benchmark of a
-    suite.
-    """
+    """Accuracy over training steps: pooled with 95 % intervals, and a line per benchmark."""
     figure, axes = new_figure(width=7.6, height=3.2)
     steps, pooled = curve["steps"], curve["pooled"]
     points = [(share["accuracy"], share["interval"]) for share in pooled]

@@ -1,6 +1,4 @@
-"""The before/after report: report.json for machines, report.md for terminals, report.html for
-people.
-"""
+"""The before/after report: report.json, report.md for terminals, report.html for people."""
 
 from __future__ import annotations
 
@@ -131,16 +129,12 @@ def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """report.md for terminals and the Prefect UI: aligned tables, at most 100 columns except for
-    paths.
-    """
+    """report.md for terminals and Prefect: aligned tables in 100 columns, except for paths."""
     return render("suite.md.j2" if "benchmarks" in report else "report.md.j2", report=report)
 
 
 def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> str:
-    """report.html: one self-contained page. Model output is escaped and only the bundled script may
-    run.
-    """
+    """report.html: one self-contained page, where only the bundled script may run."""
     from markupsafe import Markup
 
     script, script_hash = inline_script("items.js")

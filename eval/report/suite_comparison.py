@@ -1,6 +1,4 @@
-"""A suite of benchmarks before and after: each paired, adjusted with Holm's method, plus the pooled
-change.
-"""
+"""A suite before and after: each benchmark paired, with Holm's method, and the pooled change."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class BenchmarkChange:
 
     @property
     def direction(self) -> str:
-        """`up` or `down` if the unadjusted p is below 0.05, so that no adjustment hides a
-        regression.
-        """
+        """`up` or `down` if the raw p is below 0.05, so that no adjustment hides a regression."""
         return ("up" if self.difference > 0 else "down") if self.p < SIGNIFICANCE else ""
 
 

@@ -84,8 +84,7 @@ def write_suite_report(
     provenance: Provenance = UNKNOWN,
     gates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write report.json, report.md and report.html to `output_dir`, if given; return the content of
-    report.json.
+    """Write the report's files to `output_dir`, if given; return the content of report.json.
 
     With several benchmarks these describe the suite, and each benchmark has its own report in a
     subfolder. If a baseline lacks a benchmark or used other settings, that benchmark is left out
@@ -225,9 +224,7 @@ class _Column:
         self._model = ""
 
     def add(self, member: Member, sides: Mapping[str, Evaluation], is_later: bool = False) -> None:
-        """Pair one benchmark, with this model as the first side (the second if `is_later`), or
-        record why not.
-        """
+        """Pair one benchmark, this model first (second if `is_later`), or record why not."""
         if member.name not in self._folders:
             self.missing[member.name] = "it was not evaluated"
             return
@@ -260,9 +257,7 @@ class _Column:
 
 
 class _SuiteWriter:
-    """Compares and writes a suite one benchmark at a time, so that only one has its responses in
-    memory.
-    """
+    """Compares and writes a suite, one benchmark in memory at a time."""
 
     def __init__(
         self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None

@@ -66,9 +66,7 @@ class RequestError(Exception):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """A connection pool that records when the newest connection was opened, in aiohttp's hook for
-    subclasses.
-    """
+    """A connection pool that records when the newest connection was opened."""
 
     opened_at = 0.0  # time.monotonic()
 
@@ -121,8 +119,7 @@ class Connection:
         return await self.generate(item.prompt, sampling, sample)
 
     async def generate(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
-        """Generate a response: messages go to chat/completions, text to completions. Raises
-        RequestError.
+        """Generate by chat/completions for messages, else completions. Raises RequestError.
 
         The timeout covers the whole request, even if bytes keep arriving.
         """
@@ -133,8 +130,7 @@ class Connection:
         return _read_answer(content, is_chat, lambda text: encodable(self._redact(text)))
 
     async def rank(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
-        """Return the likeliest option after the prompt, as lm-eval does, with the log-probs of all
-        options.
+        """Return the likeliest option after the prompt, as lm-eval does, with all log-probs.
 
         One request echoes the log-probs of the prompt alone and with each option; an option's
         tokens are those beyond the prompt's. Raises RequestError, also if the server returns no
@@ -155,9 +151,7 @@ class Connection:
         return Answer(options[best], "stop", None, details=details)
 
     async def identify(self) -> Weights:
-        """Identify the served weights as far as the server reveals them. Raises RequestError
-        without a reply.
-        """
+        """Identify the served weights as far as the server reveals them. Raises RequestError."""
         root, engine = read_root(await self._fetch_json("models"), self._endpoint.model), None
         for path, body in probe_requests(self._endpoint.model):
             reply = await self._fetch_json(path, body)
@@ -167,9 +161,7 @@ class Connection:
         return Weights(root, None, engine)
 
     async def _fetch_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return a JSON reply, or None if the server refuses the request or replies with something
-        else.
-        """
+        """Return a JSON reply, or None if the server refuses or replies with something else."""
         try:
             return json.loads(await self._request(path, body))
         except RequestError as error:
@@ -256,9 +248,7 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
 
 
 def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
-    """Return the log-probs of each prompt's tokens, 0 for the first one. Raises RequestError if
-    there are none.
-    """
+    """Return the log-probs of each prompt's tokens, 0 for the first. Raises RequestError."""
     try:
         choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
         values = [
@@ -283,9 +273,7 @@ def _count(fields: Any, name: str) -> int | None:
 
 
 def _join_parts(content: Any) -> Any:
-    """Return a message's text: "" for null, and the joined text parts of a list, without thinking
-    parts.
-    """
+    """Return a message's text: "" for null, the text parts of a list without thinking."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [

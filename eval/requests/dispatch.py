@@ -158,8 +158,7 @@ class Dispatcher:
     async def run(
         self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None
     ) -> None:
-        """Await `finish` with the outcome of each request. It must store the outcome before it
-        first awaits.
+        """Await `finish`, which must store an outcome before it awaits, for each request.
 
         If no weights were expected, `on_weights` is called once, before the first outcome. Stops
         and raises when `finish` raises, or with ModelChangedError when a server has other weights.
@@ -225,9 +224,7 @@ class Dispatcher:
                         raise ModelChangedError(str(error), is_late=True) from None
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
-        """Return once any worker has checked the weights after the newest connection and the last
-        failure.
-        """
+        """Return once the weights were checked after the newest connection and the last failure."""
         since = max(
             connection.opened_at, server.failed_at
         )  # the answer's connection, or a later one
@@ -288,9 +285,7 @@ class Dispatcher:
         return all(server.is_given_up or server in request.failed_at for server in self._servers)
 
     async def _retry(self, request: Request, server: _Server, error: RequestError) -> bool:
-        """Requeue the request and wait before this server's next one. False if the request has
-        failed for good.
-        """
+        """Requeue the request and wait before the next one. False if it failed for good."""
         if request.benchmark in self._dropped:
             return False
         if error.is_unreachable:

@@ -35,9 +35,7 @@ class ModelChangedError(InputError):
 
 @dataclass(frozen=True)
 class Weights:
-    """The served model's folder and the log-probs of a fixed prompt; None if the server does not
-    reveal them.
-    """
+    """The served model's folder and the log-probs of a fixed prompt; None if unknown."""
 
     root: str | None
     logprobs: LogProbs | None
@@ -61,9 +59,7 @@ class Weights:
 
     @property
     def has_local_files(self) -> bool:
-        """True if the model's folder is on this machine, so that the model's digest covers its
-        files.
-        """
+        """True if the model's folder is on this machine, so that the digest covers its files."""
         return (
             self.root is not None and next(Path(self.root).glob("*.safetensors"), None) is not None
         )
@@ -158,8 +154,7 @@ def read_logprobs(payload: Any) -> LogProbs | None:
 
 
 def _distances(before: LogProbs, after: LogProbs) -> Iterator[float]:
-    """Yield the difference in nats for each token listed by either side, until the continuations
-    diverge.
+    """Yield the difference in nats per token listed by either side, while continuations agree.
 
     A token that one side does not list has at most the lowest log-prob listed there. Sides that
     share less than half of their tokens have different weights, even if all tokens are about

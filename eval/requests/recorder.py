@@ -1,6 +1,4 @@
-"""Writes a benchmark's results folder: resumes stored rows, lists missing requests, records graded
-answers.
-"""
+"""Writes a results folder: resumes stored rows, lists missing requests, records graded answers."""
 
 from __future__ import annotations
 
@@ -138,9 +136,7 @@ class Recorder:
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
     async def grade(self, batch: Batch) -> list[Row]:
-        """Grade outcomes into rows. Only those that need a process take a thread, which waits
-        without the GIL.
-        """
+        """Grade outcomes into rows. Only those that need a process take a thread."""
         rows, slow = list[Row](), list[tuple[Row, Item]]()
         for request, outcome in batch:
             row, item = _make_row(request, outcome), request.item

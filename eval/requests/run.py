@@ -1,6 +1,4 @@
-"""Evaluates a served model on one or several benchmarks, each into a results folder that can be
-resumed.
-"""
+"""Evaluates a served model on benchmarks, each into a results folder that can be resumed."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ def evaluate_all(
     model_digest: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Summary]:
-    """Evaluate all benchmarks in one session. Returns their summaries, which are also written
-    beside the rows.
+    """Evaluate all benchmarks in one session. Returns their summaries, also written to files.
 
     A problem on r rows of its file gets r times `sampling.num_samples` samples. The endpoints serve
     one model and share the work, longest expected requests first. A folder with equal settings is
@@ -197,8 +194,7 @@ class _Session:
 
 
 class _Batches:
-    """Collects outcomes for milliseconds and records them in batches, several of which may run at
-    once.
+    """Collects outcomes for milliseconds and records them in batches, possibly concurrent.
 
     Grading and writing them one by one would cost more than the requests.
     """
@@ -211,9 +207,7 @@ class _Batches:
         self._failure: BaseException | None = None
 
     async def add(self, request: Request, outcome: Outcome) -> None:
-        """Add an outcome to the next batch; wait while too many are pending. Raises the errors of
-        `record`.
-        """
+        """Add an outcome to the next batch; wait if too many are pending. Raises like `record`."""
         self._collected.append((request, outcome))
         self._num_pending += 1
         if (
@@ -250,9 +244,7 @@ class _Batches:
 
 
 class _Progress:
-    """Shows progress: a bar on a terminal, otherwise a log line every tenth of the requests or
-    LOG_SECONDS.
-    """
+    """Shows progress: a bar on a terminal, else a log line every tenth or LOG_SECONDS."""
 
     def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
         self._num_requests = num_requests

@@ -1,6 +1,4 @@
-"""The results folder: settings.json, results.jsonl (one row per sample of an item) and
-summary.json.
-"""
+"""The results folder: settings.json, results.jsonl (a row per sample) and summary.json."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ class Row:
 
 @dataclass
 class Outline(Row):
-    """A row with only the ends of response and thinking, or None, which suffices for reports. Never
-    written.
-    """
+    """A row with only the ends of response and thinking, for reports. Never written."""
 
     chars: tuple[int, int] = (0, 0)
 
@@ -168,8 +164,7 @@ class Evaluation:
         )
 
     def by_problem(self) -> Evaluation:
-        """Merge items with the same prompt, which earlier versions stored separately, into one item
-        per problem.
+        """Merge items with the same prompt, which earlier versions stored apart, into one.
 
         Problems have equal weight: if some have more samples than others, the surplus is dropped
         with a warning.
@@ -225,8 +220,7 @@ class Evaluation:
 
 
 def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
-    """Load a finished evaluation with one item per problem. Raises ResultsError like
-    `read_evaluation`.
+    """Load a finished evaluation, one item per problem. Raises ResultsError like `read_evaluation`.
 
     With `max_chars` the rows are outlines with this much of each text; 0 takes a hundredth of the
     memory.

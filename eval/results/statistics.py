@@ -34,8 +34,7 @@ class PValues:
 
 
 def sign_flip_test(changes: Sequence[int]) -> PValues:
-    """Exact permutation test of "no change" on integer changes per item; McNemar's test if all are
-    -1, 0 or 1.
+    """Exact permutation test of "no change" per item; McNemar's if all changes are -1, 0 or 1.
 
     Under "no change", before and after are exchangeable per item, so each change is equally likely
     with either sign. p is the share of all 2**items sign patterns whose sum is at least as far from
@@ -55,8 +54,7 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
 
 
 def pooled_sign_flip_test(strata: Sequence[tuple[Sequence[int], float]]) -> PValues:
-    """`sign_flip_test` for the sum of `scale` times the changes over strata, given as (changes,
-    scale).
+    """`sign_flip_test` of the sum over strata (changes, scale) of `scale` times the changes.
 
     Every item of every stratum keeps or flips its sign. Scales have no common unit, so each
     stratum's sums are rounded to a grid of 2**17 cells up to the largest possible sum. Sums within
@@ -94,9 +92,7 @@ def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairedChange:
-    """Mean change of an accuracy over `n` items. The interval contains zero exactly if p is at
-    least 0.05.
-    """
+    """Mean change over `n` items. The interval contains zero exactly if p is at least 0.05."""
 
     n: int
     difference: float
@@ -107,8 +103,7 @@ class PairedChange:
 
 
 def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
-    """Mean change, from each item's change in right responses, with its exact test and 95 %
-    interval.
+    """Mean of the items' changes in right responses, with exact test and 95 % interval.
 
     The interval holds the changes that are not rejected: zero by `sign_flip_test`, others by
     `change_interval`.
@@ -156,9 +151,7 @@ def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
 def pooled_mean(
     parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0
 ) -> tuple[float, Interval]:
-    """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within
-    [lowest, 1].
-    """
+    """Weighted mean of independent (mean, interval, weight), MOVER interval in [lowest, 1]."""
     total = sum(weight for _, _, weight in parts)
     pooled = sum(weight / total * mean for mean, _, weight in parts)
     below = math.sqrt(sum((weight / total * (mean - low)) ** 2 for mean, (low, _), weight in parts))
@@ -171,9 +164,7 @@ def pooled_mean(
 def _decided(
     n: int, difference: float, interval: Interval, test: PValues, response: float
 ) -> PairedChange:
-    """Move the interval to the side of zero that the test implies. `response` is the weight of one
-    response.
-    """
+    """Move the interval to the side of zero that the test implies; a response weighs `response`."""
     low, high = interval
     # The standard errors needed for the power; at least what changes by one response in one
     # direction need.
@@ -189,8 +180,7 @@ def _decided(
 
 
 def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
-    """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right
-    responses.
+    """95 % score interval of the mean of values in [0, 1], such as shares right per item.
 
     `step` is the largest effect of one response on an item's value: 1 / k for the share of k
     responses. For single responses this is Wilson's interval with continuity correction. An item's
@@ -217,8 +207,7 @@ def change_interval(values: Sequence[float], step: float = 1.0, largest: float =
 
 
 def _score_interval(values: Sequence[float], low: float, high: float, step: float) -> Interval:
-    """Means not rejected by a score test over distributions on the observed values, `low` and
-    `high`.
+    """Means that a score test accepts, over distributions on the values, `low` and `high`.
 
     A mean is rejected if its distance from the observed mean, less half a step, exceeds 1.96
     standard errors under the most likely distribution with that mean. That distribution weights
@@ -256,9 +245,7 @@ def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> fl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment (1979): at most a 5 % chance of any p below 0.05 if nothing
-    changed.
-    """
+    """Holm's step-down adjustment (1979): at most 5 % chance of any p < 0.05 without change."""
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

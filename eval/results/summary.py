@@ -112,9 +112,7 @@ def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
 
 
 def acc_norm(rows: Sequence[Row]) -> float | None:
-    """Return the accuracy when log-probs are divided by the option's characters; None without
-    log-probs.
-    """
+    """Return the accuracy by log-probs per character of the option; None without log-probs."""
     ranked = [(row.gold, row.details) for row in rows if row.details and "log_probs" in row.details]
     right = 0
     for gold, details in ranked:
@@ -150,9 +148,7 @@ def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
-    """Return avg@k, pass@2, pass@4, ..., pass@k and maj@k with one value per item, for k samples
-    per item.
-    """
+    """Return avg@k, pass@2, pass@4, ..., pass@k and maj@k, a value per item with k samples."""
     k = len(items[0])
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
@@ -165,9 +161,7 @@ def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[fl
 
 
 def largest_steps(k: int) -> dict[str, float]:
-    """Return, for each of the `item_metrics`, the largest change of an item's value by one of k
-    responses.
-    """
+    """Return how much one of k responses changes an item's value, at most, per metric."""
     return {f"avg@{k}": 1 / k, **{f"pass@{size}": size / k for size in _sizes(k)}, f"maj@{k}": 1.0}
 
 
@@ -178,8 +172,7 @@ def _sizes(k: int) -> list[int]:
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Estimate without bias the probability that k samples include a right one: 1 - C(n-c, k) /
-    C(n, k).
+    """Estimate without bias whether k samples include a right one: 1 - C(n-c, k) / C(n, k).
 
     Chen et al., arXiv:2107.03374, eq. 1.
     """
@@ -187,8 +180,7 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def majority_share(samples: Samples, is_same: IsSame) -> float:
-    """Return 1 if the most frequent answer is right, 1/m if it is one of m equally frequent ones,
-    else 0.
+    """Return 1 if the most frequent answer is right, 1/m if it ties with m - 1 others, else 0.
 
     Answers that `is_same` finds equal count as one. Responses that are truncated or without an
     answer have no vote.
@@ -209,9 +201,7 @@ def majority_share(samples: Samples, is_same: IsSame) -> float:
 
 
 def same_answer_by(grade: Callable[[str, str, str], Grade]) -> IsSame:
-    """Return `is_same(answer, other)`: whether the grader accepts one answer with the other as
-    gold.
-    """
+    """Return `is_same(answer, other)`: the grader accepts one with the other as gold."""
 
     @functools.cache
     def is_same(answer: str, other: str) -> bool:

@@ -25,9 +25,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Budget:
-    """The result of a run under a lower token limit: longer responses are truncated, so never
-    right.
-    """
+    """The result under a lower token limit: longer responses are truncated, so never right."""
 
     max_tokens: int
     accuracy: float
@@ -35,9 +33,7 @@ class Budget:
 
 
 def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
-    """Measure the thinking in answered rows; None without thinking, or if the server counts no
-    tokens.
-    """
+    """Measure thinking in answered rows; None without any, or if no tokens are counted."""
     thinking = [row for row in rows if row.num_chars[0] or row.reasoning_tokens]
     if not thinking or any(row.response_tokens is None for row in rows):
         return None
@@ -52,9 +48,7 @@ def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
 
 
 def thinking_tokens(row: Row) -> float:
-    """Return the thinking tokens of a response, counted by the server, else estimated from the
-    characters.
-    """
+    """Return a response's thinking tokens, counted by the server or estimated by characters."""
     if row.reasoning_tokens is not None:
         return row.reasoning_tokens
     return (row.response_tokens or 0) * row.num_chars[0] / max(1, sum(row.num_chars))

@@ -80,8 +80,7 @@ def evaluate(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Evaluate a served model on every item of a dataset or suite; the API key comes from
-    VLLM_API_KEY.
+    """Evaluate a served model on a dataset or suite; the API key comes from VLLM_API_KEY.
 
     Exit status 3 if a gate of evaluate.gates fails; gates that compare two models are only named.
     """
@@ -270,9 +269,7 @@ def _compare(
     metrics: Path | None = None,
     output: Path | None = None,
 ) -> None:
-    """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate
-    failed.
-    """
+    """Print the report on two evaluations, also into `output`; exit with 3 if a gate failed."""
     from eval.report.report import REPORT_PAGE, Provenance, render_markdown
     from eval.report.suite_report import write_suite_report
     from flows.console import print_markdown

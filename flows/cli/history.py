@@ -140,9 +140,7 @@ def export(
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="New folder.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Copy a run's merged model, report, manifests and configuration into one folder, with a model
-    card.
-    """
+    """Copy a run's merged model, report, manifests and configuration into a folder."""
     from flows.progress import bytes_progress
     from tasks.runs.export_run import export_run
     from tasks.runs.history import find_run

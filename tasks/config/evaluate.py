@@ -70,9 +70,7 @@ _READ_WITH = {
 
 
 class BaselineConfig(Entry):
-    """Another model to evaluate: a folder (`path`), a hub model (`id`), or one served elsewhere
-    (`base_url`).
-    """
+    """Another model to evaluate: a folder (`path`), a hub's (`id`), or served (`base_url`)."""
 
     what = "a baseline of evaluate.baselines"
 

@@ -142,9 +142,7 @@ def _known_weights(path: Path) -> list[Weights]:
 
 
 def _logprobs(server: Server) -> LogProbs | None:
-    """Log-probs of a fixed prompt; None if the server does not return any. Raises
-    ServerUnreachable.
-    """
+    """Log-probs of a fixed prompt; None if the server has none. Raises ServerUnreachable."""
     with model_client(server) as client:
         for path, body in probe_requests(server.model):
             answer = _post(client, server.url(path), body)

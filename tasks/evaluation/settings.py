@@ -39,9 +39,7 @@ _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequen
 def set_of(
     settings: EvaluateConfig, problems: str | Path | None, name: str | None = None
 ) -> EvaluationSet:
-    """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set,
-    if any.
-    """
+    """`load_set` with the settings' prompt and mode; `name` is the registered set, if any."""
     return load_set(
         problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode
     )
@@ -62,8 +60,7 @@ def benchmark_of(
 def load_sets(
     config: ChainConfig, problems: str | None, name: str | None = None
 ) -> dict[str, EvaluationSet]:
-    """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under
-    "".
+    """The sets of evaluate.benchmarks by name, prepared as in a run; else one set under "".
 
     That set is `problems` (of the registered set `name`, if given), or set `name` from its default
     source. data.columns, and those of a set of data.eval with its prompt, apply to files that have
@@ -94,9 +91,7 @@ def load_sets(
 
 
 def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
-    """The file as a set of data.eval, with the recipe's columns; None if there are none or the file
-    lacks them.
-    """
+    """The file as a set of data.eval, with the recipe's columns; None if the file lacks them."""
     for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
         names = set(filter(None, dict(one.columns or ()).values()))
         if names and path.exists() and names.issubset(columns_of(path)):
@@ -110,8 +105,7 @@ def benchmarks_into(
     sets: Mapping[str, EvaluationSet],
     model_folder: Path | None,
 ) -> list[Benchmark]:
-    """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a
-    suite.
+    """Benchmarks for the sets of `load_sets`, with a folder each; writes suite.json for a suite.
 
     Raises ResultsError if the output folder holds a single evaluation and this is a suite, or vice
     versa.
@@ -132,8 +126,7 @@ def benchmarks_into(
 
 
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
-    """The sampling settings; with `sampling: model`, those of generation_config.json in the model
-    folder.
+    """The sampling settings; with `sampling: model`, those of generation_config.json.
 
     Without a folder no values are sent and the server's defaults apply. For vLLM these come from
     the same file, unless it was started with `--generation-config vllm`. Raises ConfigError if the
@@ -177,9 +170,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
-    """The values set in generation_config.json, with a temperature; like vLLM, 1 if the file sets
-    none.
-    """
+    """The values set in generation_config.json, with temperature 1 if unset, like vLLM."""
     path = folder / "generation_config.json"
     try:
         named = json.loads(path.read_text(encoding="utf-8"))

@@ -40,8 +40,7 @@ def collect_garbage(
     is_dry_run: bool = False,
     margin_seconds: float = MARGIN_SECONDS,
 ) -> list[Unused]:
-    """Remove unused attempts, or only list them with `is_dry_run`; returns all of them, kept ones
-    included.
+    """Remove unused attempts, or only list them; returns all, kept ones included.
 
     Kept runs: the newest `keep_runs` runs with a report and all runs newer than the oldest of
     these, the newest nightly run of each recipe, runs in progress, and runs without a report that

@@ -49,8 +49,7 @@ OnProgress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
-    """Export a run's model, report, manifests and card to a new folder; returns the size of the
-    model in bytes.
+    """Export a run's model, report, manifests and card; returns the model's size in bytes.
 
     Files are copied, so that edits do not affect artifacts. In text files ${STORE} and ${HOME}
     replace local paths. The folder appears atomically. Raises StoreError if `destination` exists,
@@ -116,9 +115,7 @@ def _write_documents(
 
 
 def _read_report(run: RecordedRun, path: Path) -> str:
-    """The text of a report file. Raises StoreError if it is not text, or a link, which could lead
-    anywhere.
-    """
+    """The text of a report file. Raises StoreError for a link or if it is not text."""
     try:
         if not path.is_symlink():
             return path.read_text("utf-8")
@@ -175,9 +172,7 @@ def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def base_model_of(config: ChainConfig) -> str | None:
-    """The base model's name on the Hugging Face Hub, from model.id, its path or config.json; None
-    if unknown.
-    """
+    """The base model's name on the hub, from model.id, its path or config.json; else None."""
     if config.model.source == "huggingface":
         return config.model.id
     if config.model.source != "path":
@@ -193,8 +188,7 @@ def base_model_of(config: ChainConfig) -> str | None:
 
 
 def _portable_text(run: RecordedRun) -> Callable[[str], str]:
-    """A function that redacts secrets and replaces the store by ${STORE} and the home folder by
-    ${HOME}.
+    """A function that redacts secrets and writes ${STORE} and ${HOME} for these folders.
 
     It handles paths in plain text, HTML and JSON. `dapo run` refuses configurations that contain
     these names.
@@ -298,9 +292,7 @@ def _header(
 
 @contextmanager
 def _published(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to the destination at the end, or removed after an
-    error.
-    """
+    """Yield a temporary folder that becomes the destination, or is removed after an error."""
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:

@@ -205,8 +205,7 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """Find a run by its folder, a prefix or suffix of its id, `latest`, or `latest~2` (two before
-    the latest).
+    """Find a run by its folder, a prefix or suffix of its id, `latest`, or `latest~2`.
 
     With `needs`, a stage label or "report", `latest` counts only runs that have it. Raises
     StoreError if the store does not exist, or if no run or several runs match; the message lists
@@ -281,9 +280,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def short_ids(store: Path) -> dict[str, str]:
-    """Map each run id to its shortest suffix that is unique among the prefixes and suffixes of all
-    ids.
-    """
+    """Map each run id to its shortest suffix that names no other run."""
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
     uses = collections.Counter(
@@ -308,9 +305,7 @@ def run_before(run: RecordedRun) -> RecordedRun | None:
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys that differ between two runs. Raises StoreError if a configuration is
-    unreadable.
-    """
+    """Configuration keys that differ between two runs. Raises StoreError."""
     return differences_of(read_config(before), read_config(after))
 
 
@@ -329,9 +324,7 @@ def read_config(run: RecordedRun) -> dict[str, Any]:
 
 
 def read_report(run: RecordedRun) -> dict[str, Any] | None:
-    """The content of the run's report.json; None if it has no report. Raises StoreError if it is
-    not JSON.
-    """
+    """The content of the run's report.json; None without a report. Raises StoreError."""
     path = run.folder / REPORT_FOLDER / REPORT_JSON
     if run.report is None or not path.is_file():
         return None

@@ -32,8 +32,7 @@ def describe_change(change: Mapping[str, Any], than: str) -> str:
 
 
 def since_first_night(store: Path, recipe: str, after: str) -> str:
-    """Describe how the headline of the evaluation `after` compares with the recipe's first nightly
-    run.
+    """Describe how `after`'s headline compares with the recipe's first nightly run.
 
     Empty for the first run, for different problems or settings, and if both are the same
     measurement.

@@ -1,6 +1,4 @@
-"""Plans a run: for each stage its key, whether the store has its artifact, and if not, why. Builds
-nothing.
-"""
+"""Plans a run: each stage's key, and whether or why not the store has it. Builds nothing."""
 
 from __future__ import annotations
 
@@ -98,9 +96,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
 
 
 def is_built(config: ChainConfig) -> bool:
-    """True if the store has the output of every stage; False if a file needed for a key is
-    unreadable.
-    """
+    """True if the store has every stage's output; False if a file for a key is unreadable."""
     try:
         return all(stage.state == "cached" for stage in plan_chain(config))
     except (ConfigError, ModelError, CheckpointError):  # the preflight reports the reason

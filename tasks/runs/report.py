@@ -70,8 +70,7 @@ def take_columns(run: Run) -> Columns:
 def report_run(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """Write report.json, report.md and report.html, record the headline, and return the content of
-    report.json.
+    """Write the report's files, record the headline, and return the content of report.json.
 
     Every run writes its own report, since it lists which stages were cached.
     """
@@ -227,8 +226,7 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
-    """Send the figures of a report to the trackers, at the last training step. Tracker failures are
-    logged.
+    """Send a report's figures to the trackers, at the last step. Tracker failures are logged.
 
     A fully cached run sends nothing, because an earlier run did.
     """
@@ -239,8 +237,7 @@ def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None
 
 
 def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
-    """`eval/BENCHMARK/FIGURE` for each benchmark, and for `pooled` in a suite; accuracies are
-    fractions.
+    """`eval/BENCHMARK/FIGURE` for each benchmark and `pooled`; accuracies are fractions.
 
     Without a suite, the benchmark is called `name`.
     """

@@ -46,8 +46,7 @@ class RunSkipped(DapoError, RuntimeError):
 
 @dataclass
 class Run:
-    """A folder with links to artifacts, the resolved configuration, and run.json, updated as stages
-    finish.
+    """A folder with links to artifacts, the resolved configuration, and run.json.
 
     As a context manager it records the outcome: completed, skipped, failed (with the error) or
     cancelled. A lock marks the run as in progress until then.
@@ -148,9 +147,7 @@ class Run:
         return artifact
 
     def take(self, label: str) -> Artifact:
-        """Return the stored artifact of a stage, recorded as cached; raises StoreError if it is
-        missing.
-        """
+        """Return the stored artifact of a stage, recorded as cached. Raises StoreError."""
         link = link_of(self.config, label)
         key = link.key(*map(self.take, link.needs))
         with self.store.in_use():
@@ -246,8 +243,7 @@ def _end(error: BaseException | None) -> dict[str, str]:
 
 
 def check_start(config: ChainConfig) -> None:
-    """Check what would otherwise fail later: files named in the configuration, prompts, and the
-    store.
+    """Check what would fail later: files named in the configuration, prompts, the store.
 
     Raises ConfigError, DataError, ModelError, ProblemsError or StoreError.
     """

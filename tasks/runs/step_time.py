@@ -28,8 +28,7 @@ NUM_STEPS = 50  # newest steps of a run to use
 
 
 def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
-    """Estimate the step time; an earlier training of the same run.name provides lengths and
-    correction factors.
+    """Estimate the step time, with lengths and corrections of an earlier training of run.name.
 
     The factors compare that run with the estimate for its own configuration. `gigabytes` overrides
     the device memory in GiB. Raises ConfigError for an accelerator without train.device_model, and
@@ -49,9 +48,7 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
 
 
 def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, float]]] | None:
-    """Configuration and newest steps of the newest run of this name with the same model and
-    devices, if any.
-    """
+    """Configuration and newest steps of the name's newest run with this model and devices."""
     for run in read_runs(Path(config.store.path)):
         if run.name != config.run.name or TRAIN_POLICY.name not in run.stages:
             continue

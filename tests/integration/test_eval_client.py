@@ -1,6 +1,4 @@
-"""Requests to real HTTP servers that misbehave on purpose: each gets one outcome, never an
-exception.
-"""
+"""Requests to HTTP servers that misbehave: each gets one outcome, never an exception."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An evaluation measures one model: a server that returns with another model under the same name is
-refused.
-"""
+"""An evaluation measures one model: a server that returns with another one is refused."""
 
 from __future__ import annotations
 

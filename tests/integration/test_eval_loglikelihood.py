@@ -1,6 +1,4 @@
-"""Multiple choice by log-probs: requests, the likeliest option, and unsuitable problems and
-servers.
-"""
+"""Multiple choice by log-probs: requests, likeliest options, unsuitable problems and servers."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
 def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    """AIME as published, with 8 rows per problem. Tested as 240 items, this change would have p =
-    0.0005.
-    """
+    """AIME as published, 8 rows per problem. As 240 items, this change would have p = 0.0005."""
     rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(240)]
     (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     aime = load_set(tmp_path / "aime.jsonl", "aime24", "bare")

@@ -88,9 +88,7 @@ def test_incomplete_and_missing_sets_are_refused(tmp_path: Path) -> None:
 def test_a_recipe_prepares_data_from_hubs_and_continues_offline(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A moved branch makes a new artifact, an unchanged one is a cache hit, and a cached set needs
-    no hub.
-    """
+    """A moved branch makes a new artifact, an unchanged one is a hit, a cached one needs no hub."""
     repo = hub.dataset("org/rows")
     rows = {
         "data/train.jsonl": BODY,
@@ -145,9 +143,7 @@ def published(name: str, count: int) -> bytes:
 def test_a_suite_is_downloaded_and_evaluated(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--suite math` with an empty cache: AIME 2025 comes from a hub repository, the others from
-    URLs.
-    """
+    """`--suite math` with an empty cache: AIME 2025 comes from a hub, the others from URLs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hub.dataset("math-ai/aime25").commit({"README.md": b"#", "test.jsonl": published("aime25", 30)})
     for name in set(SUITES["math"]) - {"aime25"}:

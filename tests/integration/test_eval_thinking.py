@@ -74,9 +74,7 @@ def test_thinking_separated_by_the_server_is_stored_and_counted_under_both_field
 def test_a_count_of_zero_thinking_tokens_beside_thinking_is_ignored(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    """vLLM counts from an opening tag in the response; none exists if the chat template opens the
-    thinking.
-    """
+    """vLLM counts from an opening tag, which is missing if the chat template has it."""
     summary, rows = answered(
         server, tmp_path, ({"reasoning": "x" * 30, "content": RIGHT % 1}, "stop", tokens(40, 0))
     )

@@ -1,6 +1,4 @@
-"""The stage evaluate_model on a suite: stored benchmarks are reused, and nothing is served if all
-are stored.
-"""
+"""The stage evaluate_model on a suite: stored benchmarks are reused, without serving."""
 
 from __future__ import annotations
 

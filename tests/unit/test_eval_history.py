@@ -52,9 +52,7 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_trend_interval_matches_the_spread_of_slopes() -> None:
-    """From 40 % to 60 % in 90 runs of 100 items: a response moves a slope by at most 44.5 / 60742.5
-    = 0.0007.
-    """
+    """40 % to 60 % in 90 runs of 100 items: a response moves a slope by 44.5 / 60742.5 = 0.0007."""
     right = np.random.default_rng(0).random((100, 90)) < np.linspace(0.4, 0.6, 90)
     trend = measure_trend(right.astype(float).tolist(), 1)
     # The slopes' standard error is that of single responses: sqrt(0.245 / 60742.5 / 100) = 0.0002.

@@ -1,6 +1,4 @@
-"""Two models served under one name are told apart, and numerical noise is not mistaken for another
-model.
-"""
+"""Two models under one name are told apart, and numerical noise is no other model."""
 
 from __future__ import annotations
 

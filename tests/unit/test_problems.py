@@ -1,6 +1,4 @@
-"""Problem files: read alike by training, validation and evaluation, and refused with clear
-messages.
-"""
+"""Problem files: read alike by training, validation and evaluation, or refused."""
 
 from __future__ import annotations
 
@@ -275,9 +273,7 @@ def test_an_unusable_evaluation_file_is_refused_with_the_fault(
 
 
 def aime_row(problem: int, row: int) -> dict[str, Any]:
-    """A row of the published file, which has every problem on 32 rows with DAPO's instruction in
-    the prompt.
-    """
+    """A row of the published file: every problem on 32 rows, with DAPO's instruction."""
     asked = [{"role": "user", "content": f"Solve. {problem} + 1 = ? End with Answer: $Answer."}]
     gold = {"ground_truth": f"{problem + 1:03}", "style": "rule"}
     return parquet_row(row, data_source="math_dapo", prompt=asked, reward_model=gold)

@@ -1,6 +1,4 @@
-"""Suite reports: numbers by hand, the page, named regressions, gates, baselines, shared problems,
-checkpoints.
-"""
+"""Suite reports: numbers by hand, the page, regressions, gates, baselines, checkpoints."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ def bare(prompt: str) -> str:
 
 
 def read_dapo(row: Row) -> Problem:
-    """Read a published DAPO-Math-17k row. The prompt keeps the instruction; the problem text does
-    not.
-    """
+    """Read a DAPO-Math-17k row. The prompt keeps the instruction, the problem does not."""
     return read_chat(row, bare)
 
 
@@ -57,9 +55,7 @@ def read_processed(row: Row) -> Problem:
 
 
 def read_deepmath(row: Row) -> Problem:
-    """Read {question, final_answer, difficulty, topic}; the three DeepSeek-R1 solutions are
-    ignored.
-    """
+    """Read {question, final_answer, difficulty, topic}, without DeepSeek-R1's solutions."""
     text = needed(text_of(row, "question"), "no question")
     gold = (text_of(row, "final_answer") or "").strip().strip("$").strip()
     return problem_of(row, text, needed(gold, "no final_answer"))
@@ -80,9 +76,7 @@ def read_geometry(row: Row) -> Problem:
 
 
 def read_olympiad(row: Row) -> Problem:
-    """Read {context, question, final_answer: [...]}; inconsistently placed dollar signs are
-    dropped.
-    """
+    """Read {context, question, final_answer: [...]}; misplaced dollar signs are dropped."""
     question = needed(text_of(row, "question"), "no question")
     context = text_of(row, "context")
     answers = row["final_answer"]
@@ -94,9 +88,7 @@ def read_olympiad(row: Row) -> Problem:
 
 
 def integer(text: str | None) -> str:
-    r"""Return a whole number without leading zeros: files write 27.0, "073" and, in AIME 2025,
-    "336^\circ".
-    """
+    r"""Return a whole number without leading zeros, from 27.0, "073" or AIME 2025's "336^\circ"."""
     match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text or "")
     return str(int(needed(match and match.group(1), NO_INTEGER)))
 
