@@ -255,9 +255,8 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
     when = "%Y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
-        table.add_column(
-            header, no_wrap=header not in ("recipe", "flow")
-        )  # other columns are never truncated
+        # other columns are never truncated
+        table.add_column(header, no_wrap=header not in ("recipe", "flow"))
     for header in (
         "cached\n/run",
         "before\n(%)",

@@ -39,11 +39,12 @@ _DIRECTIONS = (
     "file"
 )
 _OPTIONS = re.compile(r"[A-G]{1,7}")
+# inspect_ai -> finish_reason
 _STOPS = {
     "max_tokens": "length",
     "model_length": "length",
     "unknown": None,
-}  # inspect_ai -> finish_reason
+}
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
@@ -55,9 +56,8 @@ class Log:
     benchmark: str
     model: str
     rows: list[Row]
-    sampling: Sampling = field(
-        default_factory=lambda: Sampling(0, None, None)
-    )  # 0 and None: not recorded
+    # 0 and None: not recorded
+    sampling: Sampling = field(default_factory=lambda: Sampling(0, None, None))
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
@@ -182,9 +182,8 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     first_filter = min(line["filter"] for line in lines)
     lines = [line for line in lines if line["filter"] == first_filter]
     settings = _arguments(lines[0])[1]
-    if isinstance(
-        settings, str
-    ):  # a continuation: the log-likelihoods of options, without sampling
+    # a continuation: the log-likelihoods of options, without sampling
+    if isinstance(settings, str):
         rows = [_options_row(file, line) for line in lines]
         return Log("lm-eval", benchmark or file.stem, model, rows, Sampling(1))
     sampling = Sampling(

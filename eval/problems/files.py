@@ -211,9 +211,8 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     builder, options = FORMATS[files[0].suffix], dict[str, Any]()
     before = datasets.utils.logging.get_verbosity()
     try:
-        datasets.utils.logging.set_verbosity(
-            datasets.utils.logging.CRITICAL
-        )  # errors are raised anyway
+        # errors are raised anyway
+        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
         if builder == "csv":  # keep values as text: 0027 and NA are answers
             import pandas
 

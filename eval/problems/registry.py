@@ -262,9 +262,8 @@ def _items_with_options(problems: Sequence[Problem], template: Template) -> tupl
     system = f"{template.system}\n\n" if template.system else ""
     options = [_options_of(problem) for problem in problems]
     golds: dict[str, int] = {}
-    for dataset in {
-        problem.dataset: None for problem in problems
-    }:  # the sets of one file may differ
+    # the sets of one file may differ
+    for dataset in {problem.dataset: None for problem in problems}:
         members = [
             pair for pair in zip(problems, options, strict=True) if pair[0].dataset == dataset
         ]
@@ -294,9 +293,8 @@ def _options_of(problem: Problem) -> _Options:
     question, _, last = problem.text.rpartition("\n\n")
     question = question if question and "\\boxed" in last else problem.text
     given = problem.extra_info.get("choices")
-    texts = (
-        given.get("text") if isinstance(given, Mapping) else given
-    )  # ARC's {text: [...], label: [...]}
+    # ARC's {text: [...], label: [...]}
+    texts = given.get("text") if isinstance(given, Mapping) else given
     labels = given.get("label") if isinstance(given, Mapping) else None
     if not isinstance(texts, list | tuple) or not texts:
         listed = list(dict.fromkeys(_LISTED.findall(question)))

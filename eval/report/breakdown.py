@@ -91,9 +91,8 @@ class Speed:
     """Speed of a server. `latency` is per request, including retries and the waits between them."""
 
     latency: dict[str, float]  # {"50", "95", "max"}, seconds
-    tokens_per_second: (
-        float | None
-    )  # while requests were in flight; None if times or tokens are missing
+    # while requests were in flight; None if times or tokens are missing
+    tokens_per_second: float | None
 
 
 def changes_of(pairs: Iterable[Pair]) -> list[int]:

@@ -93,9 +93,8 @@ class Flip:
     subject: str | None
     problem: str  # the last message of the prompt
     gold: str
-    before: dict[
-        str, Any
-    ]  # {verdict, answer, response: its end, num_left_out: characters, num_right}
+    # {verdict, answer, response: its end, num_left_out: characters, num_right}
+    before: dict[str, Any]
     after: dict[str, Any]
 
 
@@ -141,9 +140,8 @@ class Comparison:
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
-    items: dict[
-        str, tuple[int | None, int | None]
-    ]  # right responses before and after, None if a request failed
+    # right responses before and after, None if a request failed
+    items: dict[str, tuple[int | None, int | None]]
     settings: dict[str, Any]  # shared by both sides
 
     @property

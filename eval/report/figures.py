@@ -94,9 +94,8 @@ def svg_of(figure: Figure, label: str) -> str:
     drawing = re.sub(
         r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL
     )
-    drawing = re.sub(
-        r' id="[A-Za-z.0-9]+_\d+"', "", drawing
-    )  # ids repeat across the page's figures
+    # ids repeat across the page's figures
+    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)
     drawing = re.sub(
         "|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing
     )

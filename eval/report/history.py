@@ -284,17 +284,15 @@ def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) 
         settings=report["settings"],
         num_samples=report["num_samples"],
         right={identity: after for identity, (_, after) in report["items"].items()},
-        evaluation=report["after"].get(
-            "evaluation", str(path)
-        ),  # absent in reports of earlier versions
+        # absent in reports of earlier versions
+        evaluation=report["after"].get("evaluation", str(path)),
     )
 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
     to_previous = list(zip(points[1:], points, strict=False))
-    to_first = [
-        (point, points[0]) for point in points[2:]
-    ]  # the second point's is in `to_previous`
+    # the second point's is in `to_previous`
+    to_first = [(point, points[0]) for point in points[2:]]
     changes = _compare_all([*to_previous, *to_first])
     num_previous = len(to_previous)
     return Series(
@@ -365,9 +363,8 @@ def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
     middle = (num_runs - 1) / 2
     spread = sum((place - middle) ** 2 for place in range(num_runs))
     slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
-    steepest = (
-        sum(abs(place - middle) for place in range(num_runs)) / 2 / spread
-    )  # largest slope of one item
+    # largest slope of one item
+    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread
     slope = sum(slopes) / len(slopes)
     mean = sum(map(sum, rows)) / (len(rows) * num_runs)
     step = middle / spread / num_samples  # effect of one response in the first or last run

@@ -130,9 +130,8 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
     figure, axes = new_figure(width=5.2, height=2.6)
     edges, counts = list(lengths["edges"]), lengths["counts"]
     if len(edges) > 2:
-        edges[-1] = (
-            2 * edges[-2] - edges[-3]
-        )  # the last bin is open-ended; draw it as wide as the others
+        # the last bin is open-ended; draw it as wide as the others
+        edges[-1] = 2 * edges[-2] - edges[-3]
     axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
     if lengths["max_prompt_tokens"] <= edges[-1]:
         axes.axvline(

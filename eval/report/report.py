@@ -49,12 +49,10 @@ class Provenance:
     models: Mapping[str, str] = field(default_factory=dict)  # side -> name
     engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
     data: str | None = None  # digest of the problem file
-    facts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the Provenance table: recipe, run, code ...
-    stages: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # name -> {cached, seconds}
+    # the Provenance table: recipe, run, code ...
+    facts: Mapping[str, str] = field(default_factory=dict)
+    # name -> {cached, seconds}
+    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
     traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
     card: Mapping[str, Any] | None = (

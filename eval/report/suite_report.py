@@ -72,9 +72,8 @@ class Models:
     baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
     checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
     last_step: int | None = None  # the step of `after`, for the checkpoint curve
-    absent: Mapping[str, str] = field(
-        default_factory=dict
-    )  # a baseline or "step N" -> why it was not evaluated
+    # a baseline or "step N" -> why it was not evaluated
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_suite_report(

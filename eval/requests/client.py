@@ -92,9 +92,8 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=self._connector,
-            json_serialize_bytes=partial(
-                orjson.dumps, option=orjson.OPT_NON_STR_KEYS
-            ),  # YAML allows number keys
+            # YAML allows number keys
+            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),
             # a load balancer's cookie would pin all requests to one server
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=urlsplit(endpoint.base_url).hostname
@@ -219,9 +218,8 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         choice = payload["choices"][0]
         message = choice["message"] if is_chat else {"content": choice["text"]}
         text = message["content"]
-        reasoning = message.get("reasoning") or message.get(
-            "reasoning_content"
-        )  # vLLM's name, and its former one
+        # vLLM's name, and its former one
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(
@@ -234,9 +232,8 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
     num_thinking = _count(details, "reasoning_tokens")
-    if (
-        reasoning is not None and num_thinking == 0
-    ):  # vLLM counts nothing if the chat template opens the thinking
+    # vLLM counts nothing if the chat template opens the thinking
+    if reasoning is not None and num_thinking == 0:
         num_thinking = None
     return Answer(
         clean(text),
@@ -251,9 +248,8 @@ def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
     """Return the log-probs of each prompt's tokens, 0 for the first. Raises RequestError."""
     try:
         choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
-        values = [
-            choice["logprobs"]["token_logprobs"][:-1] for choice in choices
-        ]  # the last token is generated
+        # the last token is generated
+        values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]
         echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         echoed = []

@@ -225,9 +225,8 @@ class Dispatcher:
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
         """Return once the weights were checked after the newest connection and the last failure."""
-        since = max(
-            connection.opened_at, server.failed_at
-        )  # the answer's connection, or a later one
+        # the answer's connection, or a later one
+        since = max(connection.opened_at, server.failed_at)
         if server.checked_at > since:
             return
         async with server.checking:

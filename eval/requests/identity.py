@@ -20,9 +20,8 @@ _TOLERANCE = 0.15
 HAS_FILES = "has_local_files"  # in the stored form
 NO_LOGPROBS = "the server returns no log-probs"
 
-LogProbs = tuple[
-    dict[str, float], ...
-]  # of the likeliest tokens at each position of a greedy continuation
+# of the likeliest tokens at each position of a greedy continuation
+LogProbs = tuple[dict[str, float], ...]
 
 
 class ModelChangedError(InputError):

@@ -210,9 +210,8 @@ class _Batches:
         """Add an outcome to the next batch; wait if too many are pending. Raises like `record`."""
         self._collected.append((request, outcome))
         self._num_pending += 1
-        if (
-            outcome.answer is None
-        ):  # record failures immediately, to notice when nothing else comes back
+        # record failures immediately, to notice when nothing else comes back
+        if outcome.answer is None:
             self._start()
             await asyncio.wait(self._running)
         elif len(self._collected) == 1:

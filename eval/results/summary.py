@@ -47,14 +47,12 @@ class Summary:
     scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
-    aisbench: (
-        dict[str, float] | None
-    )  # {accuracy, raises: its own code would raise}; None if not its rule
+    # {accuracy, raises: its own code would raise}; None if not its rule
+    aisbench: dict[str, float] | None
     agreement: dict[str, int] | None  # of the two graders, see count_agreement
     disagreements: list[dict[str, Any]] | None  # rows that only one grader calls right
-    samples: (
-        dict[str, dict[str, Any]] | None
-    )  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
+    # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
+    samples: dict[str, dict[str, Any]] | None
     repeats: dict[str, float] | None  # see _repeats; None unless several greedy samples
     settings: dict[str, Any]
 
@@ -63,9 +61,8 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
-    counts = Counter(
-        [row.verdict for row in answered]
-    )  # several times as fast as `rate` for each verdict
+    # several times as fast as `rate` for each verdict
+    counts = Counter([row.verdict for row in answered])
     shares = {verdict: count / len(answered) for verdict, count in counts.items()}
     is_twice = evaluation.has_aisbench
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]

@@ -18,9 +18,8 @@ class Thinking:
     num_responses: int  # with thinking
     mean_tokens: float  # over all responses
     mean_answer_tokens: float
-    counted: Literal[
-        "server", "share of text"
-    ]  # by the server, or estimated from the share of characters
+    # by the server, or estimated from the share of characters
+    counted: Literal["server", "share of text"]
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,11 @@ def _write_documents(
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
+    # each benchmark's too
     for path in (
         *report_folder.rglob("report.*"),
         *report_folder.glob("data_card.*"),
-    ):  # each benchmark's too
+    ):
         copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
         copied.parent.mkdir(exist_ok=True)
         copied.write_text(portable(_read_report(run, path)), "utf-8")
@@ -194,9 +195,8 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
     these names.
     """
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
-    stores |= {
-        Path(stage.artifact).parents[2] for stage in run.stages.values()
-    }  # possibly under another mount
+    # possibly under another mount
+    stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}
     named = [(path, "${HOME}") for path in homes if path != Path("/")] + [
         (path, "${STORE}") for path in stores
     ]

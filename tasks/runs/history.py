@@ -77,9 +77,8 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
-    environment: Sequence[
-        Mapping[str, Any]
-    ] = ()  # of child processes: name, value, children, why, stages
+    # of child processes: name, value, children, why, stages
+    environment: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         if not all(map(_LABEL.fullmatch, self.stages)):  # they name files in exports
@@ -144,9 +143,8 @@ def read_run(folder: Path) -> RecordedRun:
     """Read the run of a folder. Raises StoreError if its record is invalid."""
     path = folder / RECORD_FILE
     try:
-        is_active = is_locked(
-            run_lock_path(folder)
-        )  # checked first: once free, the record is final
+        # checked first: once free, the record is final
+        is_active = is_locked(run_lock_path(folder))
         record = json.loads(path.read_text(encoding="utf-8"))
         state = "interrupted" if record["state"] == "running" and not is_active else record["state"]
         return RecordedRun(

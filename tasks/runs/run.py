@@ -164,14 +164,12 @@ class Run:
         self.stages[label] = StageRecord(
             cached, seconds, artifact.path, artifact.key, artifact.digest
         )
-        self.environment[label] = artifact.manifest().get(
-            "environment", []
-        )  # absent in older artifacts
+        # absent in older artifacts
+        self.environment[label] = artifact.manifest().get("environment", [])
         link = self.folder / label
         link.unlink(missing_ok=True)  # left by a removed attempt
-        link.symlink_to(
-            os.path.relpath(artifact.path, self.folder)
-        )  # relative, so that the store can be moved
+        # relative, so that the store can be moved
+        link.symlink_to(os.path.relpath(artifact.path, self.folder))
         self.record()
 
     def record(self, **outcome: Any) -> None:

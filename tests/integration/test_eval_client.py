@@ -248,9 +248,8 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
 
 
 def test_token_ids_as_keys_are_sent_as_text(server: ArithmeticServer, endpoint: Endpoint) -> None:
-    ask(
-        endpoint, sampling=replace(SAMPLING, extra_body={"logit_bias": {1234: -100}})
-    )  # as YAML reads such keys
+    # as YAML reads such keys
+    ask(endpoint, sampling=replace(SAMPLING, extra_body={"logit_bias": {1234: -100}}))
     assert server.requests[0][2]["logit_bias"] == {"1234": -100}
 
 
@@ -356,9 +355,8 @@ def test_requests_of_a_failing_server_go_to_the_other(
     release = threading.Event()
 
     def impatient(asked: Endpoint, seconds: float) -> Connection:
-        return Connection(
-            asked, 0.5 if asked == endpoint else seconds
-        )  # the healthy one may be slow
+        # the healthy one may be slow
+        return Connection(asked, 0.5 if asked == endpoint else seconds)
 
     def go_bad(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number < 6:

@@ -36,9 +36,8 @@ def test_a_server_that_returns_with_another_model_is_refused(
     """80 answers of one model and 120 of another must not become one score."""
 
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
-        if (
-            not 80 <= handler.number < 80 + 2 * LIMITS.concurrency
-        ):  # all requests in flight notice the outage
+        # all requests in flight notice the outage
+        if not 80 <= handler.number < 80 + 2 * LIMITS.concurrency:
             return False
         server.logprobs = OTHER
         return handler.drop() if how == "restarted" else handler.send(502, b"bad gateway")
@@ -102,9 +101,8 @@ def test_a_failure_invalidates_a_check_that_began_before_it(
     def fail(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 3:  # the retry after the 502
             server.probes_go_on.set()
-        while (
-            handler.number == 2 and not server.num_probes
-        ):  # wait until the first answer is being checked
+        # wait until the first answer is being checked
+        while handler.number == 2 and not server.num_probes:
             time.sleep(0.01)
         return handler.number == 2 and handler.send(502, b"bad gateway")
 

@@ -70,10 +70,11 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(
     assert [row.answer for row in rows] == ["A", "A", "red", "red", "red"]
     assert [row.gold for row in rows] == ["A", "C", "very very blue", "red", "very very blue"]
     assert [row.verdict for row in rows] == ["right", "wrong", "wrong", "right", "wrong"]
+    # acc_norm: A right, C wrong, blue, not red, blue
     assert (summary.accuracy, summary.acc_norm) == (
         0.4,
         0.6,
-    )  # acc_norm: A right, C wrong, blue, not red, blue
+    )
     path_of, _, body = server.requests[0]
     assert path_of == "/v1/completions"
     assert {key: value for key, value in body.items() if key not in ("model", "prompt")} == {
@@ -145,9 +146,8 @@ def test_the_answers_of_a_set_are_read_in_one_way(
     path = written(tmp_path, *chats)
     assert golds_of(path) == golds
     config = load_config_or_defaults(None, [f"data.eval={path}"])
-    write_held_out(
-        config, eval_sources(config), tmp_path / "prepared.parquet"
-    )  # keeps integers apart from texts
+    # keeps integers apart from texts
+    write_held_out(config, eval_sources(config), tmp_path / "prepared.parquet")
     assert golds_of(tmp_path / "prepared.parquet") == golds
 
 

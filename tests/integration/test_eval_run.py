@@ -428,9 +428,8 @@ def test_a_killed_or_interrupted_evaluation_resumes_without_repeating_requests(
     output = tmp_path / "out"
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
-    done = (
-        re.match(r"(\d+) of 60 items done", line) for line in lines
-    )  # no terminal: a log line every tenth
+    # no terminal: a log line every tenth
+    done = (re.match(r"(\d+) of 60 items done", line) for line in lines)
     assert any(match and int(match[1]) >= 18 for match in done)
     assert all(held.acquire(timeout=FAR) for _ in range(4))
     wait_until(lambda: len(read_rows(output)) == 23, "every answer to be written")

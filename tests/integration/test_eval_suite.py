@@ -223,9 +223,8 @@ def test_a_recipe_s_suite_resumes_with_missing_requests_only(
 
     assert run(short, sampled) == sorted([*range(30), *2 * list(range(LONG, LONG + 10))])
     results = out / "long" / "results.jsonl"
-    results.write_text(
-        "".join(results.read_text().splitlines(keepends=True)[:5])
-    )  # items 0 and 1, half of 2
+    # items 0 and 1, half of 2
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:5]))
     assert run(short, sampled, later) == [500, 501, 502, 1002, *sorted(2 * list(range(1003, 1010)))]
     assert list(read_suite(out)) == ["short", "long", "later"]
 

@@ -224,9 +224,8 @@ def test_formulas_are_drawn_and_cannot_run_scripts(
 def test_search_and_filters_combine(browser: Browser, report: dict[str, Any]) -> None:
     flips = report["flips"]["gained"] + report["flips"]["lost"]
     everything = shown_items(browser, "")
-    found = shown_items(
-        browser, "form.elements.search.value = 'IDEA no';"
-    )  # every word, in any order and case
+    # every word, in any order and case
+    found = shown_items(browser, "form.elements.search.value = 'IDEA no';")
     expected = {
         f["id"] for f in flips if "no idea" in f["before"]["response"] + f["after"]["response"]
     }
@@ -289,9 +288,8 @@ def test_pages_fit_a_phone_in_light_and_dark_mode(browser: Browser, folder: Path
         for scheme in ("light", "dark"):
             browser.resize(380, scheme=scheme)
             browser.open(folder / page)
-            assert (
-                browser.evaluate("document.documentElement.scrollWidth") == 380
-            )  # no horizontal scrolling
+            # no horizontal scrolling
+            assert browser.evaluate("document.documentElement.scrollWidth") == 380
             # No column is cut off, and tables can be reached by keyboard.
             assert (
                 browser.evaluate(

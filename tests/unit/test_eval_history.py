@@ -89,9 +89,8 @@ def test_reports_folders_and_stores_read_the_same(
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000.000Z-123456"
         assert point.accuracy == 4 / 7  # of the answered items, after
-    assert "T000000.000Z-123456` |" in render_markdown(
-        make_history([folder])
-    )  # still identifies the run
+    # still identifies the run
+    assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))
     other = folder.parent.with_name("20250101T000000Z-1") / "report" / "report.json"
     other.parent.mkdir(parents=True)
     other.write_text("{}")  # of another version

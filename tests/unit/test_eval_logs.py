@@ -32,10 +32,11 @@ LOGS = Path(__file__).resolve().parents[1] / "logs"
 
 def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "lm-eval", tmp_path)
+    # exact_match in its own results
     assert (summary.n, summary.accuracy) == (
         6,
         pytest.approx(5 / 6),
-    )  # exact_match in its own results
+    )
     settings = read_settings(tmp_path) or {}
     assert (settings["benchmark"], settings["model"], settings["imported_from"]) == (
         "sums",
@@ -142,9 +143,8 @@ def test_an_lm_eval_log_of_multiple_choice_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "samples_arc_1.jsonl"
     file.write_text(
         multiple_choice(0, "1", ["red", "very very blue"], [-3.0, -2.0])
-        + multiple_choice(
-            1, "1", ["red", "very very blue"], [-2.0, -3.0]
-        )  # by character, blue is likelier
+        # by character, blue is likelier
+        + multiple_choice(1, "1", ["red", "very very blue"], [-2.0, -3.0])
         + multiple_choice(2, "no", ["yes", "no"], [-1.0, -2.0])
     )
     summary = import_log(file, tmp_path / "out")

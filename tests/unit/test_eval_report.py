@@ -414,9 +414,8 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
         assert {len(line) for line in table} == {len(table[0])}
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "## Gained (8)" in lines
-    assert any(
-        "some_subject/7\\|0.json`" in line for line in lines
-    )  # ids keep their distinguishing end
+    # ids keep their distinguishing end
+    assert any("some_subject/7\\|0.json`" in line for line in lines)
     assert "## Training" not in lines
 
 
@@ -426,9 +425,8 @@ def test_characters_that_the_font_lacks_or_utf8_cannot_encode(
 ) -> None:
     items = [replace(item, subject="基金从业") for item in ITEMS]
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
-    rows.write_text(
-        rows.read_text().replace("no idea", "no \\ud800 idea")
-    )  # a server may send this
+    # a server may send this
+    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))
     write_results(tmp_path / "after", "r" * 8, items)
     write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")

@@ -159,9 +159,8 @@ def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
     assert listed[0]["stages"]["a"]["path"] is None  # nothing is there
     for number in range(20):
         write_run(tmp_path, f"20250101T0000{number:02}.000Z-1")
-    assert (
-        len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23
-    )  # a program gets them all
+    # a program gets them all
+    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23
     assert len(json.loads(dapo("runs", "--store", tmp_path, "--json", "--limit", "2"))) == 2
     assert "3 older runs: --limit 23" in dapo("runs", "--store", tmp_path)
     cut = dapo("runs", "--store", tmp_path, "--limit", "1")
@@ -325,9 +324,8 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
         StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"
     ):
         changed_keys(oldest, newest)
-    shown = dapo(
-        "runs", "show", "latest", "--store", own
-    )  # of which the one before is not the subject
+    # of which the one before is not the subject
+    shown = dapo("runs", "show", "latest", "--store", own)
     assert (
         f"Configuration changes since the previous run, {oldest.id}: unknown, one cannot be read"
         in shown

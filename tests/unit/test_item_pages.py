@@ -51,9 +51,8 @@ def test_long_responses_show_their_end_without_secrets(monkeypatch: pytest.Monke
     words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1} sk-0123456789."
     sides = [Evaluation.of(settings_of(items), [replace(row, response=words)])] * 2
     body = bodies(pack_items(*sides))["0"]
-    assert (
-        body.count("Shortened: the first 9,0") == 2
-    )  # of 15,055 characters the last 6,000 are shown
+    # of 15,055 characters the last 6,000 are shown
+    assert body.count("Shortened: the first 9,0") == 2
     assert body.count("<mfrac>") == 2
     assert body.count('class="boxed"') == 2
     assert "word" in body

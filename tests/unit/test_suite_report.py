@@ -91,10 +91,11 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
     # Changed items weigh 1/50 (algebra, words) and 1/20 (tiny): sums 0.02 * s + 0.05 * t, s the sum
     # of 14 signs. Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its
     # sign, |s| >= 7 with the other.
+    # P(|s| >= 2), P(|s| >= 8)
     s = (
         sign_flip_test([1] * 8 + [-1] * 6).p,
         sign_flip_test([1] * 11 + [-1] * 3).p,
-    )  # P(|s| >= 2), P(|s| >= 8)
+    )
     assert pooled["p"] == pytest.approx((s[0] + s[1]) / 2, abs=1e-9)
 
 
