@@ -203,13 +203,7 @@ def print_sets(sets: Sequence[ProblemSet]) -> None:
             if (one.train if split == "train" else one.test)
         ]
         uses = uses or ["generated" if one.name == "arithmetic" else "your own files"]
-        table.add_row(
-            one.name,
-            ", ".join(uses),
-            one.about,
-            one.scorer,
-            one.licence,
-        )
+        table.add_row(one.name, ", ".join(uses), one.about, one.scorer, one.licence)
     print_table(table)
     typer.echo("* the default source is a branch, not a commit: its rows may change (docs/data.md)")
 

@@ -17,10 +17,7 @@ from eval.results.summary import acc_norm, rate
 logger = logging.getLogger(__name__)
 
 # inspect_ai's correct and no answer; all others are incorrect
-_VALUES = {
-    "right": "C",
-    "no_answer": "N",
-}
+_VALUES = {"right": "C", "no_answer": "N"}
 
 
 def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:

@@ -40,11 +40,7 @@ _DIRECTIONS = (
 )
 _OPTIONS = re.compile(r"[A-G]{1,7}")
 # inspect_ai -> finish_reason
-_STOPS = {
-    "max_tokens": "length",
-    "model_length": "length",
-    "unknown": None,
-}
+_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 

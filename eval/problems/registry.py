@@ -43,7 +43,7 @@ Mode = Literal["generate", "loglikelihood"]
 _SETS = (*TRAINING_SETS, CFLUE, ARITHMETIC, CHOICE, *BENCHMARKS, GPQA_DIAMOND)
 SETS: dict[str, ProblemSet] = {known.name: known for known in _SETS}
 SUITES: dict[str, tuple[str, ...]] = {
-    "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva"),
+    "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva")
 }
 POOLED = "pooled"  # names all benchmarks of a suite together
 # The default for the user's own files: DAPO-Math-17k's schema, or {problem, answer}.

@@ -151,12 +151,7 @@ def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
         )
     ]
     first = pair[0][0]
-    return render(
-        "item.html.j2",
-        problem=texts.end_of(first.problem),
-        gold=first.gold,
-        sides=sides,
-    )
+    return render("item.html.j2", problem=texts.end_of(first.problem), gold=first.gold, sides=sides)
 
 
 def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:

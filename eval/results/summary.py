@@ -11,13 +11,7 @@ from math import comb
 from typing import Any
 
 from eval.answers.grading import Grade
-from eval.results.rows import (
-    Evaluation,
-    Row,
-    Samples,
-    is_answered,
-    num_right,
-)
+from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
 from eval.results.statistics import share_interval
 from eval.results.thinking import Budget, Thinking, by_limit, measure_thinking
 

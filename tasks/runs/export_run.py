@@ -89,10 +89,7 @@ def _write_documents(
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
     # each benchmark's too
-    for path in (
-        *report_folder.rglob("report.*"),
-        *report_folder.glob("data_card.*"),
-    ):
+    for path in (*report_folder.rglob("report.*"), *report_folder.glob("data_card.*")):
         copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
         copied.parent.mkdir(exist_ok=True)
         copied.write_text(portable(_read_report(run, path)), "utf-8")

@@ -111,12 +111,7 @@ class Run:
         path.write_text(dump_config(link.config), encoding="utf-8")
         return path
 
-    def produce(
-        self,
-        label: str,
-        key: StageKey,
-        build: Build,
-    ) -> Artifact:
+    def produce(self, label: str, key: StageKey, build: Build) -> Artifact:
         """Return the artifact of the key, cached or built, and record and link it under `label`."""
         started = time.monotonic()
         is_forced = label in self.forced and label not in self.stages
@@ -138,9 +133,8 @@ class Run:
                 )
                 seconds = time.monotonic() - started
                 with self.store.in_use():
-                    is_kept = Path(
-                        artifact.path
-                    ).exists()  # garbage collection may just have removed it
+                    # garbage collection may just have removed it
+                    is_kept = Path(artifact.path).exists()
                     if is_kept:
                         self._keep(label, artifact, cached, seconds)
             _log_stage(artifact, cached, seconds)

@@ -71,10 +71,7 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(
     assert [row.gold for row in rows] == ["A", "C", "very very blue", "red", "very very blue"]
     assert [row.verdict for row in rows] == ["right", "wrong", "wrong", "right", "wrong"]
     # acc_norm: A right, C wrong, blue, not red, blue
-    assert (summary.accuracy, summary.acc_norm) == (
-        0.4,
-        0.6,
-    )
+    assert (summary.accuracy, summary.acc_norm) == (0.4, 0.6)
     path_of, _, body = server.requests[0]
     assert path_of == "/v1/completions"
     assert {key: value for key, value in body.items() if key not in ("model", "prompt")} == {

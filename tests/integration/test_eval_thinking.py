@@ -56,11 +56,7 @@ def test_thinking_separated_by_the_server_is_stored_and_counted_under_both_field
         ({"reasoning": WRONG, "content": RIGHT % 1}, "stop", tokens(30, 20)),
         ({"reasoning_content": WRONG, "content": RIGHT % 2}, "stop", tokens(10, 4)),
         # no end: no answer
-        (
-            {"reasoning": f"surely {RIGHT % 3}", "content": None},
-            "length",
-            tokens(64, 64),
-        ),
+        ({"reasoning": f"surely {RIGHT % 3}", "content": None}, "length", tokens(64, 64)),
         ({"reasoning": None, "content": RIGHT % 4}, "stop", tokens(4, 0)),
     )
     assert [row.verdict for row in rows] == ["right", "right", "truncated", "right"]

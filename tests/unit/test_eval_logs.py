@@ -33,10 +33,7 @@ LOGS = Path(__file__).resolve().parents[1] / "logs"
 def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "lm-eval", tmp_path)
     # exact_match in its own results
-    assert (summary.n, summary.accuracy) == (
-        6,
-        pytest.approx(5 / 6),
-    )
+    assert (summary.n, summary.accuracy) == (6, pytest.approx(5 / 6))
     settings = read_settings(tmp_path) or {}
     assert (settings["benchmark"], settings["model"], settings["imported_from"]) == (
         "sums",

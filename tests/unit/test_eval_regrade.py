@@ -75,12 +75,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
             aisbench=AISBench("0.5", False, False),
         ),
         replace(
-            ROW,
-            id="c",
-            response=None,
-            verdict="request_failed",
-            aisbench=None,
-            failure="timeout",
+            ROW, id="c", response=None, verdict="request_failed", aisbench=None, failure="timeout"
         ),
         replace(ROW, id="d", gold="0.5", verdict="right"),
     ]

@@ -274,18 +274,12 @@ def test_both_graders_and_their_disagreements() -> None:
     assert graders.raises == {"before": 0, "after": 1}
     assert [
         (row["side"], row["id"], row["aisbench"]["is_right"]) for row in graders.disagreements
-    ] == [
-        ("before", "0", False),
-        ("after", "7", True),
-    ]
+    ] == [("before", "0", False), ("after", "7", True)]
     lines = render_markdown(make_report(result, [])).splitlines()
     assert "Disagreements (2):" in lines
     assert [
         line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line
-    ] == [
-        ["`0`", "before", "`1`", "exact", "`1`"],
-        ["`7`", "after", "`8`", "AISBench", "`-1`"],
-    ]
+    ] == [["`0`", "before", "`1`", "exact", "`1`"], ["`7`", "after", "`8`", "AISBench", "`-1`"]]
 
 
 def test_facts_and_speed_of_the_measurement() -> None:

@@ -51,11 +51,7 @@ def flips(b: int, c: int) -> list[int]:
         ([0, 0, 0], 1.0, 1.0),
         ([3, 1], 0.5, 0.25),  # sums 4, 2, -2, -4: two of four as far out as 4
         # sums 4, 2, 2, 0, 0, -2, -2, -4; observed 2: six of eight, four of them equal
-        (
-            [2, 1, -1],
-            0.75,
-            0.5,
-        ),
+        ([2, 1, -1], 0.75, 0.5),
         # McNemar's test
         (flips(3, 3), 1.0, 0.84375),  # no split is more even; mid-p 1 - (20 / 64) / 2
         (flips(0, 5), 0.0625, 0.03125),  # 2 * 1 / 2^5; mid-p (2 * 1 - 1) / 2^5

@@ -100,19 +100,12 @@ SERVED = {"root": "/models/m", "logprobs": [{" a": -0.5, " an": -2.0}], "has_loc
     [
         (SERVED, SERVED, True),
         # other weights under the same name
-        (
-            SERVED,
-            {**SERVED, "logprobs": [{" a": -3.5, " an": -0.1}]},
-            False,
-        ),
+        (SERVED, {**SERVED, "logprobs": [{" a": -3.5, " an": -0.1}]}, False),
         (SERVED, {**SERVED, "root": "/models/other"}, False),
         (SERVED, {**SERVED, "logprobs": None}, False),
         (*2 * [{**SERVED, "logprobs": None}], False),  # only the name is known to be equal
         # the digest covers the files
-        (
-            *2 * [{**SERVED, "logprobs": None, "has_local_files": True}],
-            True,
-        ),
+        (*2 * [{**SERVED, "logprobs": None, "has_local_files": True}], True),
         (None, None, False),
     ],
 )

@@ -92,10 +92,7 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
     # of 14 signs. Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its
     # sign, |s| >= 7 with the other.
     # P(|s| >= 2), P(|s| >= 8)
-    s = (
-        sign_flip_test([1] * 8 + [-1] * 6).p,
-        sign_flip_test([1] * 11 + [-1] * 3).p,
-    )
+    s = (sign_flip_test([1] * 8 + [-1] * 6).p, sign_flip_test([1] * 11 + [-1] * 3).p)
     assert pooled["p"] == pytest.approx((s[0] + s[1]) / 2, abs=1e-9)
 
 

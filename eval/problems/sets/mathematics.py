@@ -260,7 +260,7 @@ BENCHMARKS = (
         ),
         test={
             "url": f"{_SIMPLERL}/olympiadbench/test.jsonl"
-            "#sha256=bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416",
+            "#sha256=bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416"
         },
         num_items=675,
     ),
@@ -271,7 +271,7 @@ BENCHMARKS = (
         schemas=(SOLVED,),
         test={
             "url": f"{_SIMPLERL}/minerva_math/test.jsonl"
-            "#sha256=0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2",
+            "#sha256=0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2"
         },
         num_items=272,
     ),
