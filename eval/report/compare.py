@@ -24,14 +24,17 @@ from eval.results.rows import (
 )
 from eval.results.statistics import SIGNIFICANCE, measure_change, share_interval
 from eval.results.summary import (
+    Budget,
+    Thinking,
     acc_norm,
+    by_limit,
     group_by,
     mean_response_tokens,
+    measure_thinking,
     rate,
     same_answer_by,
     summarise_scores,
 )
-from eval.results.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is being compared; the others are checked item by item.

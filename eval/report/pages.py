@@ -35,6 +35,13 @@ def inline_script(name: str) -> tuple[Markup, str]:
     return Markup(text), f"sha256-{digest}"
 
 
+def markup(plots: Mapping[str, Sequence[str]]) -> dict[str, list[Markup]]:
+    """Mark drawings as HTML; matplotlib escapes the texts in its SVG."""
+    from markupsafe import Markup
+
+    return {name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()}
+
+
 def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
     """Return `field(form, *keys)`, which formats the value at these keys of `content` as a <span>.
 

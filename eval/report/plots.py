@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
+import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.report.compare import Comparison, GroupResult, Side
-from eval.report.figures import (
-    COLOUR,
-    errors,
-    legend,
-    legend_above,
-    new_figure,
-    plain,
-    svg_of,
-    wrapped,
-)
 from eval.report.training import Steps, series, with_kept_share
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# matplotlib draws in these placeholder colours; `svg_of` replaces each with the page's CSS
+# variable.
+_PAGE_COLOURS = {
+    "#010101": "--ink",
+    "#020202": "--soft",
+    "#030303": "--line",
+    "#040404": "--before",
+    "#050505": "--after",
+    "#060606": "--up",
+    "#070707": "--down",
+    "#080808": "--third",
+    "#090909": "--fourth",
+    "#0a0a0a": "--fifth",
+}
+COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 _LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 MAX_SIDES = len(_LINE_COLOURS)
 Plots = dict[str, list[str]]
+Accuracy = tuple[float, tuple[float, float]]  # with its 95 % interval
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
 
@@ -108,7 +121,7 @@ def side_plots(sides: Mapping[str, Steps]) -> list[str]:
         }
         # Sides without values keep their place, so a side has the same colour in every plot.
         curves = {
-            plain(label): curves[0] if curves else ([], []) for label, curves in found.items()
+            _plain(label): curves[0] if curves else ([], []) for label, curves in found.items()
         }
         if any(found.values()):
             plots.append(_curve_plot(title, curves))
@@ -127,20 +140,18 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
 
 def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
     """Histogram of a data card's prompt lengths; a line marks data.max_prompt_tokens."""
-    figure, axes = new_figure(width=5.2, height=2.6)
+    figure, axes = _new_figure(width=5.2, height=2.6)
     edges, counts = list(lengths["edges"]), lengths["counts"]
     if len(edges) > 2:
         # the last bin is open-ended; draw it as wide as the others
         edges[-1] = 2 * edges[-2] - edges[-3]
     axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
     if lengths["max_prompt_tokens"] <= edges[-1]:
-        axes.axvline(
-            lengths["max_prompt_tokens"], color=COLOUR["down"], linewidth=1, linestyle=(0, (4, 3))
-        )
+        _mark(axes, lengths["max_prompt_tokens"], "down")
     axes.set_title("Prompt length (tokens); the last bar is open-ended", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("prompts")
-    return svg_of(figure, "Prompt lengths in tokens")
+    return _svg_of(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
@@ -149,22 +160,18 @@ def accuracy_plots(before: Side, after: Side) -> list[str]:
         f"level {key}": (group, after.by_level[key]) for key, group in before.by_level.items()
     }
     subjects = {key: (group, after.by_subject[key]) for key, group in before.by_subject.items()}
-    plots = [
-        _before_after_bars(
-            {"all": (before, after), **levels}, "Accuracy before and after, by level"
-        )
+    groups = {"level": {"all": (before, after), **levels}, "subject": subjects}
+    return [
+        _before_after_bars(found, f"Accuracy before and after, by {field}")
+        for field, found in groups.items()
+        if found
     ]
-    return (
-        [*plots, _before_after_bars(subjects, "Accuracy before and after, by subject")]
-        if subjects
-        else plots
-    )
 
 
 def _before_after_bars(
     groups: Mapping[str, tuple[Side | GroupResult, Side | GroupResult]], label: str
 ) -> str:
-    names = [f"{wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
+    names = [f"{_wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
     sides = zip(("before", "after"), zip(*groups.values(), strict=True), strict=True)
     bars = {
         side: [(group.accuracy, group.interval) for group in results] for side, results in sides
@@ -175,47 +182,40 @@ def _before_after_bars(
 def length_plot(comparison: Comparison) -> str:
     """Histograms of both response lengths over common bins."""
     lengths = comparison.lengths
-    figure, axes = new_figure(width=5.2, height=2.6)
+    figure, axes = _new_figure(width=5.2, height=2.6)
     for side in ("before", "after"):
-        axes.stairs(
-            lengths.histogram[side], lengths.edges, color=COLOUR[side], linewidth=1.6, label=side
-        )
-        axes.stairs(
-            lengths.histogram[side], lengths.edges, color=COLOUR[side], fill=True, alpha=0.18
-        )
-        axes.axvline(
-            lengths.quantiles[side]["50"], color=COLOUR[side], linewidth=1, linestyle=(0, (4, 3))
-        )
+        counts, edges, colour = lengths.histogram[side], lengths.edges, COLOUR[side]
+        axes.stairs(counts, edges, color=colour, linewidth=1.6, label=side)
+        axes.stairs(counts, edges, color=colour, fill=True, alpha=0.18)
+        _mark(axes, lengths.quantiles[side]["50"], side)
     axes.set_title(f"Response length ({lengths.unit}); medians dashed", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("responses")
-    legend(axes)
-    return svg_of(figure, "Response lengths before and after")
+    _legend(axes)
+    return _svg_of(figure, "Response lengths before and after")
 
 
 def limit_plot(comparison: Comparison) -> str:
     """Both accuracies under lower token limits, simulated by truncating the responses."""
-    figure, axes = new_figure(width=5.2, height=2.6)
+    figure, axes = _new_figure(width=5.2, height=2.6)
     limits = [sides[0].max_tokens for sides in comparison.by_limit]
     for number, side in enumerate(("before", "after")):
         accuracies = [100 * sides[number].accuracy for sides in comparison.by_limit]
-        axes.plot(
-            limits,
-            accuracies,
-            color=COLOUR[side],
-            linewidth=1.5,
-            marker="o",
-            markersize=3.5,
-            label=side,
-        )
+        style: dict[str, Any] = {
+            "color": COLOUR[side],
+            "linewidth": 1.5,
+            "marker": "o",
+            "markersize": 3.5,
+        }
+        axes.plot(limits, accuracies, label=side, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(limits, [f"{limit:,}" for limit in limits])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_ylabel("accuracy (%)")
     axes.set_xlabel("token limit, simulated by truncating this run's responses")
-    legend_above(axes, ncols=2)
-    return svg_of(figure, "Accuracy by token limit")
+    _legend_above(axes, ncols=2)
+    return _svg_of(figure, "Accuracy by token limit")
 
 
 def gain_plot(comparison: Comparison) -> str:
@@ -233,71 +233,39 @@ def gain_plot(comparison: Comparison) -> str:
 
 def transition_plot(comparison: Comparison) -> str:
     """Transitions: one bar per verdict before, split by verdict after."""
-    colours = dict(
-        zip(
-            comparison.transitions,
-            (COLOUR[x] for x in ("up", "down", "before", "third")),
-            strict=True,
-        )
-    )
-    figure, axes = new_figure(width=7.6, height=2.4)
+    figure, axes = _new_figure(width=7.6, height=2.4)
     names = list(comparison.transitions)
-    starts = [0.0] * len(names)
-    for outcome in names:
+    starts, places = [0.0] * len(names), range(len(names))
+    for outcome, colour in zip(names, ("up", "down", "before", "third"), strict=True):
         counts = [comparison.transitions[name][outcome] for name in names]
-        axes.barh(
-            range(len(names)),
-            counts,
-            left=starts,
-            height=0.62,
-            color=colours[outcome],
-            label=f"{outcome.replace('_', ' ')} after",
-        )
+        label = f"{outcome.replace('_', ' ')} after"
+        axes.barh(places, counts, left=starts, height=0.62, color=COLOUR[colour], label=label)
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
-    axes.set_yticks(range(len(names)), [f"{name.replace('_', ' ')} before" for name in names])
+    axes.set_yticks(places, [f"{name.replace('_', ' ')} before" for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("items")
-    legend_above(axes, ncols=4)
-    return svg_of(figure, "Verdicts after, by verdict before")
+    _legend_above(axes, ncols=4)
+    return _svg_of(figure, "Verdicts after, by verdict before")
 
 
 def history_plot(
     labels: Sequence[str],
-    points: Sequence[tuple[float, tuple[float, float]]],
+    points: Sequence[Accuracy],
     trend: tuple[float, float] | None,
 ) -> str:
     """Accuracies with 95 % intervals over runs, and first and last value of the trend's line."""
-    figure, axes = new_figure(width=7.6, height=3.0)
+    figure, axes = _new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
-    axes.errorbar(
-        places,
-        [100 * accuracy for accuracy, _ in points],
-        yerr=errors(points),
-        color=COLOUR["after"],
-        ecolor=COLOUR["soft"],
-        linewidth=1.5,
-        elinewidth=1,
-        capsize=2.5,
-        marker="o",
-        markersize=4,
-        label="accuracy, 95 % interval",
-    )
+    _accuracy_line(axes, places, points, "after", "accuracy, 95 % interval")
     if trend is not None:
-        line = [100 * value for value in trend]
-        axes.plot(
-            [0, len(points) - 1],
-            line,
-            color=COLOUR["third"],
-            linewidth=1.2,
-            linestyle="--",
-            label="trend",
-        )
+        ends, line = [0, len(points) - 1], [100 * value for value in trend]
+        axes.plot(ends, line, color=COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
     step = -(-len(labels) // 8)
-    axes.set_xticks(places[::step], [plain(label) for label in labels[::step]])
+    axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
-    legend_above(axes, ncols=2)
-    return svg_of(figure, "Accuracy over runs")
+    _legend_above(axes, ncols=2)
+    return _svg_of(figure, "Accuracy over runs")
 
 
 def suite_plots(report: Mapping[str, Any]) -> list[str]:
@@ -327,7 +295,7 @@ def suite_plots(report: Mapping[str, Any]) -> list[str]:
         return plots
     return [
         *plots,
-        _grouped_bars([wrapped(name) for name in names], models, "Accuracy of every model"),
+        _grouped_bars([_wrapped(name) for name in names], models, "Accuracy of every model"),
     ]
 
 
@@ -338,7 +306,7 @@ def _interval_plot(
     size: tuple[float, float],
 ) -> str:
     """One row per name: a difference in points and its interval."""
-    figure, axes = new_figure(*size)
+    figure, axes = _new_figure(*size)
     for row, ((difference, interval), colour) in enumerate(
         zip(rows.values(), colours, strict=True)
     ):
@@ -348,63 +316,42 @@ def _interval_plot(
         marker = "D" if colour == "ink" else "o"
         axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
     axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
+    axes.set_yticks(range(len(rows)), [_plain(name) for name in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
     axes.set_title(title, loc="left", fontsize=9.5)
-    return svg_of(figure, title)
+    return _svg_of(figure, title)
 
 
 def checkpoint_plot(curve: Mapping[str, Any]) -> str:
     """Accuracy over training steps: pooled with 95 % intervals, and a line per benchmark."""
-    figure, axes = new_figure(width=7.6, height=3.2)
+    figure, axes = _new_figure(width=7.6, height=3.2)
     steps, pooled = curve["steps"], curve["pooled"]
     points = [(share["accuracy"], share["interval"]) for share in pooled]
     several = len(curve["benchmarks"]) > 1
-    axes.errorbar(
-        steps,
-        [100 * accuracy for accuracy, _ in points],
-        yerr=errors(points),
-        color=COLOUR["ink"],
-        ecolor=COLOUR["soft"],
-        linewidth=1.8,
-        elinewidth=1,
-        capsize=2.5,
-        marker="o",
-        markersize=4,
-        label="pooled" if several else "accuracy, 95 % interval",
-    )
-    colours = itertools.cycle(
-        COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth")
-    )
-    for (name, shares), colour in zip(
-        curve["benchmarks"].items() if several else (), colours, strict=False
-    ):
+    label = "pooled" if several else "accuracy, 95 % interval"
+    _accuracy_line(axes, steps, points, "ink", label)
+    lines = curve["benchmarks"].items() if several else ()
+    for (name, shares), colour in zip(lines, itertools.cycle(_LINE_COLOURS), strict=False):
         accuracies = [100 * share["accuracy"] for share in shares]
-        axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=plain(name))
+        axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=_plain(name))
     if curve["best"] is not None:
-        axes.axvline(
-            curve["best"]["step"],
-            color=COLOUR["soft"],
-            linewidth=1,
-            linestyle=(0, (4, 3)),
-            label="best",
-        )
+        _mark(axes, curve["best"]["step"], "soft", label="best")
     axes.set_xticks(steps)
     axes.set_xlabel("training step")
     axes.set_ylabel("accuracy (%)")
-    legend_above(axes, ncols=5)
-    return svg_of(figure, "Accuracy over training steps")
+    _legend_above(axes, ncols=5)
+    return _svg_of(figure, "Accuracy over training steps")
 
 
 def _grouped_bars(
     names: Sequence[str],
-    series_of: Mapping[str, Sequence[tuple[float, tuple[float, float]]]],
+    series_of: Mapping[str, Sequence[Accuracy]],
     label: str,
 ) -> str:
     """One group of bars per name and one bar per series, each an (accuracy, 95 % interval)."""
-    figure, axes = new_figure(width=7.6, height=2.9)
+    figure, axes = _new_figure(width=7.6, height=2.9)
     others = (COLOUR[name] for name in ("third", "fourth", "fifth", "soft"))
     width = 0.76 / len(series_of)
     for number, (name, results) in enumerate(series_of.items()):
@@ -413,21 +360,21 @@ def _grouped_bars(
             [100 * accuracy for accuracy, _ in results],
             width=0.95 * width,
             color=COLOUR[name] if name in ("before", "after") else next(others, COLOUR["line"]),
-            label=plain(name),
-            yerr=errors(results),
+            label=_plain(name),
+            yerr=_errors(results),
             error_kw={"ecolor": COLOUR["ink"], "elinewidth": 1, "capsize": 2},
         )
-    axes.set_xticks(range(len(names)), [plain(name) for name in names])
+    axes.set_xticks(range(len(names)), [_plain(name) for name in names])
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    legend_above(axes, ncols=4)
-    return svg_of(figure, label)
+    _legend_above(axes, ncols=4)
+    return _svg_of(figure, label)
 
 
 def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = new_figure(width=3.7, height=2.3)
+    figure, axes = _new_figure(width=3.7, height=2.3)
     axes.set_title(title, loc="left", fontsize=9.5)
     for (label, (steps, values)), colour in zip(curves.items(), _LINE_COLOURS, strict=False):
         marker = "o" if len(steps) < _MARKED_BELOW else None
@@ -439,7 +386,107 @@ def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]])
     if len(curves) > 1:  # room for the legend above the curves
         bottom, top = axes.get_ylim()
         axes.set_ylim(top=top + (top - bottom) * 0.16 * ((len(curves) + 1) // 2))
-        legend(axes)
+        _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return svg_of(figure, title)
+    return _svg_of(figure, title)
+
+
+def _legend(axes: Axes) -> None:
+    """Put a legend in the upper right corner."""
+    axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
+
+
+def _legend_above(axes: Axes, ncols: int) -> None:
+    """Put a legend above the axes."""
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+    axes.legend(frameon=False, fontsize=8, ncols=ncols, **place)
+
+
+def _plain(text: str) -> str:
+    """Escape dollar signs, which matplotlib would read as math mode."""
+    return text.replace("$", r"\$")
+
+
+def _wrapped(text: str) -> str:
+    """Wrap the text to at most three short lines."""
+    return "\n".join(textwrap.wrap(text, 14, max_lines=3, placeholder=" ...")) or text
+
+
+def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of this size in inches, with axes styled like the page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(COLOUR["line"])
+    axes.grid(axis="y", color=COLOUR["line"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors=COLOUR["soft"], length=0)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
+    return figure, axes
+
+
+def _svg_of(figure: Figure, label: str) -> str:
+    """The figure's <svg> element, labelled for screen readers. Equal data give equal bytes."""
+    import matplotlib
+    from markupsafe import escape
+
+    buffer = io.StringIO()
+    with (
+        matplotlib.rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}
+        ),
+        warnings.catch_warnings(),
+    ):
+        # The browser's font draws the text and may have glyphs that matplotlib's lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    drawing = buffer.getvalue()
+    drawing = re.sub(
+        r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL
+    )
+    # ids repeat across the page's figures
+    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)
+    drawing = re.sub(
+        "|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing
+    )
+    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+
+
+def _mark(axes: Axes, place: float, colour: str, label: str | None = None) -> None:
+    """Draw a dashed vertical line."""
+    style: dict[str, Any] = {"color": COLOUR[colour], "linewidth": 1, "linestyle": (0, (4, 3))}
+    axes.axvline(place, label=label, **style)
+
+
+def _accuracy_line(
+    axes: Axes, places: Sequence[int], points: Sequence[Accuracy], colour: str, label: str
+) -> None:
+    """Draw accuracies in percent with their 95 % intervals."""
+    accuracies = [100 * accuracy for accuracy, _ in points]
+    line: dict[str, Any] = {
+        "color": COLOUR[colour],
+        "linewidth": 1.6,
+        "marker": "o",
+        "markersize": 4,
+    }
+    bars: dict[str, Any] = {
+        "yerr": _errors(points),
+        "ecolor": COLOUR["soft"],
+        "elinewidth": 1,
+        "capsize": 2.5,
+    }
+    axes.errorbar(places, accuracies, label=label, **line, **bars)
+
+
+def _errors(points: Sequence[Accuracy]) -> list[list[float]]:
+    """Lengths of the error bars below and above each point, in percent."""
+    return [
+        [100 * max(0.0, accuracy - low) for accuracy, (low, _) in points],
+        [100 * max(0.0, high - accuracy) for accuracy, (_, high) in points],
+    ]

@@ -17,6 +17,7 @@ from eval.report.pages import (
     field_of,
     format_p,
     inline_script,
+    markup,
     percent,
     points,
     points_interval,
@@ -133,8 +134,6 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> str:
     """report.html: one self-contained page, where only the bundled script may run."""
-    from markupsafe import Markup
-
     script, script_hash = inline_script("items.js")
     return render(
         "report.html.j2",
@@ -143,8 +142,7 @@ def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> 
         items=items,
         script=script,
         script_hash=script_hash,
-        # matplotlib escapes levels and subjects in its SVG.
-        plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
+        plots=markup(plots),
     )
 
 

@@ -18,6 +18,7 @@ from eval.results.statistics import (
     holm,
     measure_pooled_change,
 )
+from eval.results.suite import Member
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,12 @@ class Paired:
     is_same_model: bool
 
     @staticmethod
-    def of(name: str, weight: float, comparison: Comparison, evaluation: Evaluation) -> Paired:
+    def of(member: Member, comparison: Comparison, evaluation: Evaluation) -> Paired:
         """Summarize a comparison; `evaluation` is either side and provides the problems."""
         problems, before, after = problem_digests(evaluation), comparison.before, comparison.after
         row = BenchmarkChange(
-            name=name,
-            weight=weight,
+            name=member.name,
+            weight=member.weight,
             num_samples=comparison.num_samples,
             n=comparison.n,
             before=before.accuracy,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from eval.report.gates import (
     parse_gate,
 )
 from eval.report.item_pages import pack_items
-from eval.report.pages import field_of, format_p, percent, plain_p, points, points_interval, render
+from eval.report.pages import (
+    field_of,
+    format_p,
+    markup,
+    percent,
+    plain_p,
+    points,
+    points_interval,
+    render,
+)
 from eval.report.plots import (
     Plots,
     checkpoint_plot,
@@ -91,57 +101,70 @@ def write_suite_report(
     what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have no
     common benchmark.
     """
-    folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
+    folders = {BEFORE: read_suite(models.before), AFTER: read_suite(models.after)}
     suite = _common_suite(models)
-    names = [member.name for member in suite.members] if len(suite.members) > 1 else []
-    parsed_gates = [
-        parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT])
-        for gate in gates
-    ]
+    is_suite = len(suite.members) > 1
+    columns = [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]
+    parsed_gates = [parse_gate(gate, _names(suite), columns) for gate in gates]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    work = _SuiteWriter(suite, provenance, steps, output_dir)
-    baselines = {
-        name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()
-    }
-    checkpoints = {
-        step: _Column(f"step {step}", read_suite(folder))
-        for step, folder in models.checkpoints.items()
-    }
-    for member in suite.members:
+    others = _Others.of(models)
+    pairs, reports = list[Paired](), dict[str, dict[str, Any]]()
+    for member in suite.members:  # one at a time, so that only one has its responses in memory
         max_chars = 0 if output_dir is None else MAX_RESPONSE_CHARS  # only the pages show texts
-        before, after = (
-            load_evaluation(folders[side][member.name], max_chars) for side in (BEFORE, "after")
-        )
-        work.add(member.name, member.weight, before, after)
-        for baseline in baselines.values():
-            baseline.add(member, {BEFORE: before, "after": after})
-        for checkpoint in checkpoints.values():
-            checkpoint.add(member, {BEFORE: before}, is_later=True)
-    compared = compare_suite(work.pairs)
-    measured: dict[str, Any] = dict.fromkeys((BEFORE, AFTER), _measured(compared))
-    for name, baseline in baselines.items():
-        measured[name] = _measured(baseline.comparison("after")) if baseline.pairs else {}
+        before, after = (load_evaluation(folders[side][member.name], max_chars) for side in folders)
+        comparison = compare_evaluations(before, after)
+        pairs.append(Paired.of(member, comparison, before))
+        others.add(member, before, after)
+        # The front page of a suite shows what concerns the whole run.
+        shown = _of_benchmark(provenance, member.name) if is_suite else provenance
+        own_steps = [] if is_suite else steps
+        own = make_report(comparison, own_steps, shown)
+        if output_dir is not None:
+            plots = {**draw_plots(comparison, own_steps), **_prompt_plots(shown)}
+            page_of = partial(render_html, plots=plots, items=pack_items(before, after))
+            if is_suite:
+                write_pages(own, page_of(own), Path(output_dir) / member.name)
+        reports[member.name] = _without_items(own) if is_suite else own
+    compared = compare_suite(pairs)
+    report = reports[suite.headline]
+    if is_suite:
+        report |= _front(suite, compared, reports, steps, provenance)
+        page_of = partial(_render_front, steps=steps, provenance=provenance)
+    measured = {BEFORE: _measured(compared), AFTER: _measured(compared), **others.measured()}
     results = [check_gate(gate, measured, models.absent) for gate in parsed_gates]
-    missing = {
-        column.name: "; ".join(column.missing.values())
-        for column in checkpoints.values()
-        if column.missing
-    }
-    whole = {
-        step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing
-    }
-    curve = checkpoint_curve(
-        whole | ({models.last_step: work.pairs} if models.last_step and whole else {})
-    )
-    extras = {
-        "more": [*_left_out_sentences(folders), *_night_sentences(baselines, provenance)],
+    more = [*_left_out_sentences(folders), *_night_sentences(others.baselines, provenance)]
+    sentences = [*report.get("sentences", [report["verdict"]]), *more, *describe_gates(results)]
+    report |= {
         "not_compared": {side: _only_in(folders, side) for side in folders},
         "gates": [asdict(result) for result in results],
-        "baselines": [baseline.content() for baseline in baselines.values()],
-        "absent": {**models.absent, **missing},
-        "checkpoints": curve and asdict(curve),
+        **others.content(pairs, models),
+        "verdict": " ".join(sentences),
+        "sentences": sentences,
+        "is_one_evaluation": compared.is_one_evaluation,
+        "is_failed": any(result.is_passed is False for result in results),
     }
-    return work.finish(compared, results, extras)
+    if output_dir is not None:
+        if report["checkpoints"]:
+            _write_checkpoint_page(report, Path(output_dir))
+        write_pages(report, page_of(report), output_dir)
+    return report
+
+
+def _names(suite: Suite) -> list[str]:
+    """The benchmarks that gates may name; [] if there is only one."""
+    return [member.name for member in suite.members] if len(suite.members) > 1 else []
+
+
+def _of_benchmark(provenance: Provenance, name: str) -> Provenance:
+    """What one benchmark's page of a suite shows of the run."""
+    title = f"{provenance.title}: {name}"
+    return replace(provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
+
+
+def _without_items(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A benchmark's report without what only its own page shows."""
+    kept = {key: value for key, value in report.items() if key not in _OWN_PAGE}
+    return {**kept, "graders": kept["graders"] and {**kept["graders"], "disagreements": []}}
 
 
 def _common_suite(models: Models) -> Suite:
@@ -153,18 +176,14 @@ def _common_suite(models: Models) -> Suite:
     names = {member.name for member in before.members}
     common = tuple(member for member in after.members if member.name in names)
     if not common:
-        listed = (
-            ", ".join(one.name for one in before.members),
-            ", ".join(one.name for one in after.members),
-        )
+        listed = [", ".join(one.name for one in side.members) for side in (before, after)]
         raise ComparisonError(
             f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. "
             "Evaluate both on the same ones."
         )
-    headlines = [
-        side.headline for side in (after, before) if side.headline in [one.name for one in common]
-    ]
-    return Suite(common, headlines[0] if headlines else common[0].name)
+    known = [one.name for one in common]
+    headlines = [side.headline for side in (after, before) if side.headline in known]
+    return Suite(common, [*headlines, *known][0])
 
 
 def _only_in(folders: Mapping[str, Mapping[str, Path]], side: str) -> list[str]:
@@ -190,25 +209,17 @@ def check_own_gates(
     for member in suite.members:
         evaluation = load_evaluation(folders[member.name], max_chars=0)
         comparison = compare_evaluations(evaluation, evaluation)
-        pairs.append(Paired.of(member.name, member.weight, comparison, evaluation))
-    names = [member.name for member in suite.members] if len(suite.members) > 1 else []
-    measured, reason = (
-        {AFTER: _measured(compare_suite(pairs))},
-        "dapo compare --gate checks it against {}",
-    )
-    absent = {column: reason.format(column) for column in columns}
-    return [check_gate(parse_gate(gate, names, columns), measured, absent) for gate in gates]
+        pairs.append(Paired.of(member, comparison, evaluation))
+    measured = {AFTER: _measured(compare_suite(pairs))}
+    absent = {column: f"dapo compare --gate checks it against {column}" for column in columns}
+    parsed = [parse_gate(gate, _names(suite), columns) for gate in gates]
+    return [check_gate(gate, measured, absent) for gate in parsed]
 
 
 def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
     """How a nightly run compares with the last and the first night, if there are any."""
-    last_night = baselines.get(LAST_NIGHT)
-    sentences = (
-        [last_night_verdict(last_night.comparison("after"))]
-        if last_night and last_night.pairs
-        else []
-    )
-    since = provenance.facts.get("since the first night")
+    last, since = baselines.get(LAST_NIGHT), provenance.facts.get("since the first night")
+    sentences = [last_night_verdict(last.comparison(AFTER))] if last and last.pairs else []
     return [*sentences, f"The trained model is {since}."] if since else sentences
 
 
@@ -230,20 +241,17 @@ class _Column:
         evaluation = load_evaluation(self._folders[member.name], max_chars=0)
         served = evaluation.settings.get(SERVED) or {}
         self._model = model_words(served.get("name"), str(evaluation.settings["model"]))
+        pairs = {side: (evaluation, other) for side, other in sides.items()}
+        if is_later:
+            pairs = {side: (other, evaluation) for side, other in sides.items()}
         try:
-            found = {
-                side: compare_evaluations(
-                    *((other, evaluation) if is_later else (evaluation, other))
-                )
-                for side, other in sides.items()
-            }
+            found = {side: compare_evaluations(*pair) for side, pair in pairs.items()}
         except ComparisonError as error:
             self.missing[member.name] = str(error)
             return
         for side, comparison in found.items():
-            self.pairs.setdefault(side, []).append(
-                Paired.of(member.name, member.weight, comparison, evaluation)
-            )
+            paired = Paired.of(member, comparison, evaluation)
+            self.pairs.setdefault(side, []).append(paired)
 
     def comparison(self, side: str) -> SuiteComparison:
         """The change from this model to the given side."""
@@ -255,115 +263,107 @@ class _Column:
         return {"name": self.name, "model": self._model, "missing": self.missing, **sides}
 
 
-class _SuiteWriter:
-    """Compares and writes a suite, one benchmark in memory at a time."""
+@dataclass(frozen=True)
+class _Others:
+    """The models beside the two that are compared."""
 
-    def __init__(
-        self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None
-    ) -> None:
-        self.pairs: list[Paired] = []
-        self._suite, self._provenance, self._steps = suite, provenance, steps
-        self._output_dir = None if output_dir is None else Path(output_dir)
-        self._is_suite = len(suite.members) > 1
-        self._headline: dict[str, Any] = {}
-        self._asked: dict[str, dict[str, str]] = {}
-        self._left_out: dict[str, int] = {}
-        self._render_own: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    baselines: dict[str, _Column]
+    checkpoints: dict[int, _Column]
 
-    def add(self, name: str, weight: float, before: Evaluation, after: Evaluation) -> None:
-        """Compare one benchmark; in a suite, also write its own page."""
-        comparison = compare_evaluations(before, after)
-        self.pairs.append(Paired.of(name, weight, comparison, before))
-        steps, provenance = self._steps, self._provenance
-        if self._is_suite:  # the front page shows what concerns the whole run
-            title = f"{provenance.title}: {name}"
-            provenance = replace(
-                provenance, title=title, problems=name, data="", stages={}, traces={}, card=None
-            )
-            steps = []
-        report = make_report(comparison, steps, provenance)
-        if name == self._suite.headline:
-            self._headline = report
-        self._asked[name] = report["measured"]
-        self._left_out[name] = comparison.unpaired.num_items
-        if self._output_dir is None:
-            return
-        items = pack_items(before, after)
-        plots = {**draw_plots(comparison, steps), **_prompt_plots(provenance)}
-        if self._is_suite:
-            write_pages(report, render_html(report, plots, items), self._output_dir / name)
-        else:
-            self._render_own = lambda content: render_html(content, plots, items)
-
-    def finish(
-        self, compared: SuiteComparison, results: Sequence[GateResult], extras: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Write the front page (or the only page) and return its content."""
-        report = {**self._headline, **extras}
-        if self._is_suite:
-            report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
-            report |= self._front(compared)
-        sentences = (
-            report.get("sentences", [report["verdict"]])
-            + report.pop("more")
-            + describe_gates(results)
-        )
-        report |= {"verdict": " ".join(sentences), "sentences": sentences}
-        report["is_one_evaluation"] = compared.is_one_evaluation
-        report["is_failed"] = any(result.is_passed is False for result in results)
-        if self._output_dir is not None:
-            if report["checkpoints"]:
-                write_checkpoint_page(report, self._output_dir)
-            page = self._render_front(report) if self._is_suite else self._render_own(report)
-            write_pages(report, page, self._output_dir)
-        return report
-
-    def _front(self, compared: SuiteComparison) -> dict[str, Any]:
-        """Fields of the suite's report that replace or extend the headline's."""
-        headline, shared = self._headline, ("model before", "model after", "engine")
-        return {
-            **run_fields(self._steps, self._provenance),
-            "sentences": suite_verdict(compared, self._suite.headline),
-            "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
-            "measured": {
-                label: words for label, words in headline["measured"].items() if label in shared
+    @staticmethod
+    def of(models: Models) -> _Others:
+        """Find the results of the models."""
+        return _Others(
+            {name: _Column(name, read_suite(path)) for name, path in models.baselines.items()},
+            {
+                step: _Column(f"step {step}", read_suite(path))
+                for step, path in models.checkpoints.items()
             },
-            "graders": headline["graders"] and {**headline["graders"], "disagreements": []},
-            "headline": self._suite.headline,
-            **_content(compared),
-            "asked": self._asked,
+        )
+
+    def add(self, member: Member, before: Evaluation, after: Evaluation) -> None:
+        """Pair one benchmark of every model."""
+        for baseline in self.baselines.values():
+            baseline.add(member, {BEFORE: before, AFTER: after})
+        for checkpoint in self.checkpoints.values():
+            checkpoint.add(member, {BEFORE: before}, is_later=True)
+
+    def measured(self) -> dict[str, Any]:
+        """The metrics of every baseline, in the form gates expect."""
+        return {
+            name: _measured(baseline.comparison(AFTER)) if baseline.pairs else {}
+            for name, baseline in self.baselines.items()
         }
 
-    def _notes(self, compared: SuiteComparison) -> list[str]:
-        if compared.is_one_evaluation:
-            return []
-        found = [SAME_MODEL] if compared.is_same_model else []
-        found += [
-            f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the "
-            "pool counts them only there."
-            for row in compared.benchmarks
-            if row.num_elsewhere
-        ]
-        found += [
-            f"{number} items of {name} are left out because a request failed; its page shows the "
-            "bounds."
-            for name, number in self._left_out.items()
-            if number
-        ]
-        return [*found, THESE_MODELS]
+    def content(self, pairs: Sequence[Paired], models: Models) -> dict[str, Any]:
+        """Fields of report.json. `pairs` are those of the model after the last step."""
+        missing, whole = dict(models.absent), dict[int, Sequence[Paired]]()
+        for step, column in self.checkpoints.items():
+            if column.missing:
+                missing[column.name] = "; ".join(column.missing.values())
+            else:
+                whole[step] = column.pairs[BEFORE]
+        if models.last_step and whole:
+            whole[models.last_step] = pairs
+        curve = checkpoint_curve(whole)
+        return {
+            "baselines": [baseline.content() for baseline in self.baselines.values()],
+            "absent": missing,
+            "checkpoints": curve and asdict(curve),
+        }
 
-    def _render_front(self, report: Mapping[str, Any]) -> str:
-        from markupsafe import Markup
 
-        training = {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
-        plots = {**training, "suite": suite_plots(report)}
-        return render(
-            "suite.html.j2",
-            report=report,
-            field=field_of(report),
-            page=REPORT_PAGE,
-            plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
-        )
+def _front(
+    suite: Suite,
+    compared: SuiteComparison,
+    reports: Mapping[str, Mapping[str, Any]],
+    steps: Steps,
+    provenance: Provenance,
+) -> dict[str, Any]:
+    """Fields of the suite's report that replace or extend the headline's."""
+    asked = {name: report["measured"] for name, report in reports.items()}
+    shared = ("model before", "model after", "engine")
+    headline = asked[suite.headline]
+    left_out = {name: report["unpaired"]["num_items"] for name, report in reports.items()}
+    return {
+        **run_fields(steps, provenance),
+        "sentences": suite_verdict(compared, suite.headline),
+        "notes": [*skipped_steps_notes(steps), *_notes(compared, left_out)],
+        "measured": {label: words for label, words in headline.items() if label in shared},
+        "headline": suite.headline,
+        **_content(compared),
+        "asked": asked,
+    }
+
+
+def _notes(compared: SuiteComparison, left_out: Mapping[str, int]) -> list[str]:
+    if compared.is_one_evaluation:
+        return []
+    found = [SAME_MODEL] if compared.is_same_model else []
+    found += [
+        f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the pool "
+        "counts them only there."
+        for row in compared.benchmarks
+        if row.num_elsewhere
+    ]
+    found += [
+        f"{number} items of {name} are left out because a request failed; its page shows the "
+        "bounds."
+        for name, number in left_out.items()
+        if number
+    ]
+    return [*found, THESE_MODELS]
+
+
+def _render_front(report: Mapping[str, Any], steps: Steps, provenance: Provenance) -> str:
+    plots = {"training": training_plots(steps), **_prompt_plots(provenance)}
+    return render(
+        "suite.html.j2",
+        report=report,
+        field=field_of(report),
+        page=REPORT_PAGE,
+        plots=markup({**plots, "suite": suite_plots(report)}),
+    )
 
 
 def _prompt_plots(provenance: Provenance) -> Plots:
@@ -371,14 +371,13 @@ def _prompt_plots(provenance: Provenance) -> Plots:
     return {"prompts": [prompt_length_plot(lengths)] if lengths else []}
 
 
-def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
+def _write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
     """Write checkpoints.html: accuracy over training steps."""
     from markupsafe import Markup
 
-    drawing = Markup(checkpoint_plot(report["checkpoints"]))
-    page = render(
-        "checkpoints.html.j2", report=report, curve=report["checkpoints"], drawing=drawing
-    )
+    curve = report["checkpoints"]
+    drawing = Markup(checkpoint_plot(curve))
+    page = render("checkpoints.html.j2", report=report, curve=curve, drawing=drawing)
     write_atomically(make_folder(output_dir) / CHECKPOINT_PAGE, page)
 
 
@@ -392,10 +391,8 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
         ]
     change = f"changed by {points(pooled.difference)} points, not significantly"
     if pooled.p < SIGNIFICANCE:
-        change = (
-            f"{'rose' if pooled.difference > 0 else 'fell'} by {100 * abs(pooled.difference):.1f} "
-            "points"
-        )
+        verb = "rose" if pooled.difference > 0 else "fell"
+        change = f"{verb} by {100 * abs(pooled.difference):.1f} points"
     chosen = next(row for row in rows if row.name == headline)
     sentences = [
         f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % "
@@ -407,14 +404,9 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     for word, direction in (("FELL", "down"), ("Rose", "up")):
         found = [f"{row.name} {_change_words(row)}" for row in rows if row.direction == direction]
         sentences += [f"{word}: {'; '.join(found)}."] if found else []
-    lower = [
-        f"{row.name} {points(row.difference)}"
-        for row in rows
-        if row.difference < 0 and not row.direction
-    ]
-    return (
-        [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
-    )
+    fell = [row for row in rows if row.difference < 0 and not row.direction]
+    lower = ", ".join(f"{row.name} {points(row.difference)}" for row in fell)
+    return [*sentences, f"Lower, but not significantly: {lower}."] if lower else sentences
 
 
 def last_night_verdict(compared: SuiteComparison) -> str:
@@ -422,14 +414,10 @@ def last_night_verdict(compared: SuiteComparison) -> str:
     pooled = compared.pooled
     words = "better" if pooled.difference > 0 else "WORSE"
     words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"
-    scope = (
-        f"pooled over {len(compared.benchmarks)} benchmarks, "
-        if len(compared.benchmarks) > 1
-        else ""
-    )
-    fell = "; ".join(
-        f"{row.name} {_change_words(row)}" for row in compared.benchmarks if row.direction == "down"
-    )
+    rows = compared.benchmarks
+    scope = f"pooled over {len(rows)} benchmarks, " if len(rows) > 1 else ""
+    lower = [f"{row.name} {_change_words(row)}" for row in rows if row.direction == "down"]
+    fell = "; ".join(lower)
     return (
         f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 "
         f"% interval {points_interval(pooled.ci95)}, p {format_p(pooled.p)})."

@@ -17,8 +17,7 @@ from eval.report.compare import compare
 from eval.report.item_pages import pack_items
 from eval.report.report import make_report, render_html, render_markdown
 from eval.results.rows import Row, load_evaluation, read_rows, write_rows
-from eval.results.summary import Summary
-from eval.results.thinking import Budget, Thinking, by_limit, measure_thinking
+from eval.results.summary import Budget, Summary, Thinking, by_limit, measure_thinking
 from tests.evaluations import evaluate, make_items, make_row, no_plots, packed_items
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
