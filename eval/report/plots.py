@@ -35,6 +35,7 @@ COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 _LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 MAX_SIDES = len(_LINE_COLOURS)
 Plots = dict[str, list[str]]
+BothSides = tuple[Side | GroupResult, Side | GroupResult]
 Accuracy = tuple[float, tuple[float, float]]  # with its 95 % interval
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
@@ -156,11 +157,11 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
     """Both accuracies with 95 % intervals: overall and by level, then by subject if there are any."""
-    levels = {
-        f"level {key}": (group, after.by_level[key]) for key, group in before.by_level.items()
-    }
-    subjects = {key: (group, after.by_subject[key]) for key, group in before.by_subject.items()}
-    groups = {"level": {"all": (before, after), **levels}, "subject": subjects}
+    groups: dict[str, dict[str, BothSides]] = {"level": {"all": (before, after)}, "subject": {}}
+    for key, group in before.by_level.items():
+        groups["level"][f"level {key}"] = (group, after.by_level[key])
+    for key, group in before.by_subject.items():
+        groups["subject"][key] = (group, after.by_subject[key])
     return [
         _before_after_bars(found, f"Accuracy before and after, by {field}")
         for field, found in groups.items()
@@ -168,9 +169,7 @@ def accuracy_plots(before: Side, after: Side) -> list[str]:
     ]
 
 
-def _before_after_bars(
-    groups: Mapping[str, tuple[Side | GroupResult, Side | GroupResult]], label: str
-) -> str:
+def _before_after_bars(groups: Mapping[str, BothSides], label: str) -> str:
     names = [f"{_wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
     sides = zip(("before", "after"), zip(*groups.values(), strict=True), strict=True)
     bars = {
