@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0  # `is_locked` in another process briefly holds the lock
@@ -201,6 +201,43 @@ def iterate_json_lines(path: Path) -> Iterator[Any]:
             for line in file:
                 with contextlib.suppress(ValueError):
                     yield parse_json(line)
+
+
+class JsonLinesFollower:
+    """Reads the lines that are appended to a log, which may be missing, truncated or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    def read(self) -> list[Any]:
+        """The complete lines since the last call; all lines of a file that has begun anew."""
+        rows: list[Any] = []
+        if self._file is None or self._is_replaced(self._file):
+            self.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._file = self.path.open("rb")
+        while self._file is not None:
+            place = self._file.tell()
+            if not (line := self._file.readline()).endswith(b"\n"):
+                self._file.seek(place)  # the rest of the line follows
+                break
+            with contextlib.suppress(ValueError):
+                rows.append(parse_json(line))
+        return rows
+
+    def close(self) -> None:
+        """Close the file; the next `read` begins at its start."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_replaced(self, file: IO[bytes]) -> bool:
+        """True if the path names another file; a file that was removed is read to its end."""
+        with contextlib.suppress(FileNotFoundError):
+            there, ours = self.path.stat(), os.fstat(file.fileno())
+            return not os.path.samestat(there, ours) or there.st_size < file.tell()
+        return False
 
 
 def parse_json(text: bytes) -> Any:

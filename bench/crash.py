@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
-from tasks.execution.command import dapo_command
 from tasks.processes import supervisor
-from tasks.processes.child import SupervisedProcess, background_command, run_command
+from tasks.processes.child import SupervisedProcess, background_command, dapo_command, run_command
 
 if TYPE_CHECKING:
     import torch

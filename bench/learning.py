@@ -145,14 +145,11 @@ def _produce(
     store: ArtifactStore, key: StageKey, job: Job, words: Any, resumable: bool = False
 ) -> Artifact:
     """The artifact of the key, made if need be by the `dapo` command that `words(folder)` gives."""
-    from flows.progress import STEP_LINE
-    from tasks.execution.command import METRICS_LINE, dapo_command
-    from tasks.processes.child import run_command
+    from tasks.execution.command import METRICS_LINE
+    from tasks.processes.child import dapo_command, run_command
 
     def tell(line: str) -> None:
-        step = STEP_LINE.match(line)
-        is_shown = not step or int(step["done"]) % 10 == 0 or step["done"] == step["total"]
-        if is_shown and line.strip() and not line.startswith(METRICS_LINE):
+        if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s: %s", job.label, line.rstrip())
 
     def build(folder: Path) -> Mapping[str, Any]:

@@ -28,7 +28,6 @@ from dapo_core.model.pretrained import load_model_config, load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.routing import require_scorers
-from dapo_core.trackers import require_trackers, tracking
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts
 
@@ -86,20 +85,13 @@ def train(
                     places = model_path, output_dir, identity
                     trainer = Trainer(cluster.config, cluster, stream, *places, validation)
                     trainer.resume(start)
-                    trainer.run(report, stop)
+                    trainer.run(on_step, stop)
                     return trainer
-
-            def report(step: int, metrics: dict[str, float]) -> None:
-                trackers.on_step(step, metrics)
-                if on_step is not None:
-                    on_step(step, metrics)
 
             def find_own() -> Path | None:
                 return find_start(folder, "auto", config.checkpoint.on_damage)
 
-            is_own = start is not None and start.parent == folder
-            with tracking(config, output_dir, is_own) as trackers:
-                trainer = restarts.until_done(attempt, start, find_own, stop)
+            trainer = restarts.until_done(attempt, start, find_own, stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
@@ -127,7 +119,6 @@ def _read_prompts(
     """Load training and validation prompts, and check all input against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
-    require_trackers(config.train.trackers)
     require_known(config.rollout.engine_args)
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)

@@ -27,7 +27,12 @@ from tasks.data.prepare import build_dataset
 from tasks.evaluation.served_model import served_folder, served_model
 from tasks.evaluation.settings import limits_of
 from tasks.execution.command import link_log, run_dapo
-from tasks.execution.page import StageProgress, show_report
+from tasks.execution.page import (
+    CommandProgress,
+    StageProgress,
+    TrainingProgress,
+    show_report,
+)
 from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
@@ -69,7 +74,10 @@ def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> 
         else:
             arguments += ["--commit", key.inputs[COMMIT]]
             link_known_files(run.store, key.stage, key.inputs, folder)
-        run_dapo(arguments, run, key, on_line=StageProgress(run, label).on_line)
+        progress_file = run.store.log_path(key.stage, key.key).with_suffix(".progress.jsonl")
+        progress_file.unlink(missing_ok=True)  # of an earlier attempt
+        arguments += ["--progress", progress_file]
+        run_dapo(arguments, run, key, watch=CommandProgress(run, label, progress_file))
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce(label, key, build)
@@ -200,6 +208,7 @@ def train_policy(
         arguments += [
             *resume_options(run.config.checkpoint.resume, attempt),
             *keep_options(run.config),
+            "--quiet",
         ]
         path, skips = training_lock_path(run.config), skips_if_locked and attempt == 1
         with hold(path, run.folder.name, key.key, skips) as lock:
@@ -207,7 +216,7 @@ def train_policy(
                 arguments,
                 run,
                 key,
-                on_line=StageProgress(run, "train_policy", folder).on_line,
+                watch=TrainingProgress(run, "train_policy", folder),
                 grace_seconds=run.config.flow.stop_seconds,
                 locks=[lock],
             )
@@ -299,5 +308,5 @@ def write_report(
     """
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
-    send_report(run, report, training)
+    send_report(run, training)
     return report

@@ -38,8 +38,6 @@ EXCLUDED_CODE = (
     "dapo_core/errors.py",
     "durable.py",
     "redaction.py",
-    "dapo_core/tracker_clients.py",
-    "dapo_core/trackers.py",
     "dapo_core/memory",
     "dapo_core/merge",  # runs after training and is declared by its own stage
     "eval/__init__.py",

@@ -37,7 +37,6 @@ from durable import sync
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # folder in a training output
-TRACKERS_FILE = "trackers.json"  # in the training output: its runs in the trackers
 GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 PARTIAL = ".partial"
 DAMAGED = ".damaged"

@@ -17,7 +17,6 @@ from dapo_core.checkpoint.folder import (
     GENERATIONS_FOLDER,
     LATEST_FILE,
     PARTIAL,
-    TRACKERS_FILE,
     checkpoint_folders,
     latest_checkpoint,
     step_folders,
@@ -245,10 +244,8 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints (also another trainer's), responses, trackers and metrics aside; the lock
-    stays.
-    """
-    beside = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
+    """Move checkpoints (also another trainer's), responses and metrics aside; the lock stays."""
+    beside = [folder.parent / name for name in (GENERATIONS_FOLDER, METRICS_FILE)]
     other_trainer = [*(other.path for other in other_checkpoints(folder)), folder / NEWEST_FILE]
     # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
     # last.

@@ -10,7 +10,6 @@ from dapo_core.machine.device import device_for
 from dapo_core.machine.environment import (
     DETERMINISTIC,
     LOOPBACK,
-    MLFLOW,
     RAY,
     VLLM_IN_PROCESS,
     VLLM_PARTS_ON_CPU,
@@ -37,8 +36,6 @@ def given_by_training(config: TrainingConfig) -> Iterator[Given]:
     is_private = train.ray_address is None
     where = "" if is_private else ", unless their node sets it"
     yield Given("training and Ray", RAY, is_default=True)
-    if "mlflow" in train.trackers:
-        yield Given("training", MLFLOW, is_default=True)
     yield Given("Ray's workers", WORKERS | (LOOPBACK if is_private else {}))
     own = device_for(train.device).variables(train.is_colocated)
     yield Given(f"policy ranks and rollout workers{where}", own, is_default=is_private)

@@ -8,7 +8,6 @@ learning.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from dapo_core.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-logger = logging.getLogger(__name__)
+OnStep = Callable[[int, int, float], None]  # step, number of steps, loss
 
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
@@ -36,7 +35,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IGNORED_LABEL = -100
-NUM_PROGRESS_LINES = 10
+NUM_REPORTS = 10
 WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
 MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.06
@@ -55,6 +54,7 @@ def build_model(
     recipe: WarmStartConfig,
     seed: int,
     num_threads: int = 2,
+    on_step: OnStep | None = None,
 ) -> dict[str, Any]:
     """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and
     seconds.
@@ -81,13 +81,13 @@ def build_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = create_model(tokenizer, recipe)
-            losses = warm_start(model, tokenizer, train_rows, recipe)
+            losses = warm_start(model, tokenizer, train_rows, recipe, on_step)
     finally:
         torch.set_num_threads(num_threads_before)
     output_dir.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    num_last = max(1, len(losses) // NUM_PROGRESS_LINES)
+    num_last = max(1, len(losses) // NUM_REPORTS)
     return {
         "steps": len(losses),
         "first_loss": losses[0],
@@ -155,6 +155,7 @@ def warm_start(
     tokenizer: PreTrainedTokenizerFast,
     train_rows: list[Row],
     recipe: WarmStartConfig,
+    on_step: OnStep | None = None,
 ) -> list[float]:
     """Train the model on worked solutions; returns each step's loss in nats per response token."""
     solutions = [_solution(row) for row in train_rows]
@@ -165,7 +166,7 @@ def warm_start(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: _learning_rate_share(step, recipe)
     )
-    report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
+    report_every = max(1, recipe.num_steps // NUM_REPORTS)
     order: list[int] = []
     losses: list[float] = []
     model.train()
@@ -183,8 +184,8 @@ def warm_start(
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-        if step % report_every == 0:
-            logger.info("warm start step %d of %d: loss %.3f", step, recipe.num_steps, losses[-1])
+        if on_step is not None and step % report_every == 0:
+            on_step(step, recipe.num_steps, losses[-1])
     return losses
 
 

@@ -29,7 +29,6 @@ VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 VLLM_PARTS_ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 }  # else vLLM requires a NUMA node per part
-MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
 
 
 def set_defaults(values: Mapping[str, str]) -> None:

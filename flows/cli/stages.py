@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flows.cli.options import ConfigArgument, SetOption
+from flows.cli.options import ConfigArgument, SetOption, StoreOption
+from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
     from flows.config import Config
+    from tasks.execution.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -55,37 +60,46 @@ def fetch_model(
         typer.Option(help="Training parquet for the warm start of model.source=recipe."),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Fail unless the commit is this one.")] = None,
+    progress: Annotated[
+        Path | None, typer.Option(hidden=True, help="Append progress here, for a caller.")
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Fetch a recipe's model; with model.source=recipe, build and warm-start it."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
+    from flows.progress import download_progress, reporter
 
-    settings = load_config(config, overrides or ())
+    settings, report = load_config(config, overrides or ()), reporter(progress)
     if settings.model.source == "path":
         raise ConfigError("model.source=path: nothing to fetch, model.path is used as it is")
     if settings.model.source == "recipe":
-        _build_model(settings, data, _new_folder(output))
+        _build_model(settings, data, _new_folder(output), report)
         return
-    from flows.progress import download_progress
     from tasks.fetched_model import fetch_model_files
 
-    with download_progress() as on_progress:
-        snapshot = fetch_model_files(settings.model, _folder(output), commit, on_progress)
+    on_progress = download_progress(report)
+    snapshot = fetch_model_files(settings.model, _folder(output), commit, on_progress)
     typer.echo(f"{output}: {snapshot.repo} at {snapshot.commit}, digests verified")
 
 
-def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
+def _build_model(
+    settings: Config, data: Path | None, folder: Path, report: Callable[[Progress], None]
+) -> None:
     # Set before importing torch: spinning threads starve each other on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.demo.warm_start import build_model
     from dapo_core.errors import ConfigError
     from eval.problems.files import iterate_rows
+    from tasks.execution.progress import Progress
+
+    def on_step(step: int, num_steps: int, loss: float) -> None:
+        report(Progress("warm start step", step, num_steps, f"loss {loss:.3f}"))
 
     if data is None:
         raise ConfigError("model.source=recipe needs training rows; give their file with --data")
     rows = [dict(row) for batch in iterate_rows(data) for row in batch]
-    metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed)
+    metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed, on_step=on_step)
     typer.echo(
         f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}"
     )
@@ -105,6 +119,9 @@ def train(
         Path | None,
         typer.Option(help="Held-out problems for validation.every: a file that dapo eval reads."),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Log no progress; metrics.jsonl has it.")
+    ] = False,
     overrides: SetOption = None,
 ) -> None:
     """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and exits.
@@ -115,33 +132,109 @@ def train(
     """
     from dapo_core.errors import counted
     from flows.config import load_config
-    from flows.progress import TrainingLog
 
     settings = load_config(config, overrides or ())
-    on_step = TrainingLog(settings.train.total_steps).on_step
+    tracked = partial(_reported, settings, _folder(output), quiet, _track_words(config, overrides))
     if settings.train.backend != "own":
         from tasks.external.launch import Inputs
         from tasks.external.training import train_with_other
 
-        files = Inputs(
-            data.absolute(),
-            model.absolute(),
-            _folder(output).absolute(),
-            (held_out or data).absolute(),
-        )
-        other = train_with_other(settings, files, on_step, typer.echo)
-        typer.echo(
-            f"{other.path}: {counted(other.step, 'training step')} of {settings.train.backend}"
-        )
+        paths = (data, model, output, held_out or data)
+        with tracked() as on_step:
+            other = train_with_other(
+                settings, Inputs(*(path.absolute() for path in paths)), on_step, typer.echo
+            )
+        steps = counted(other.step, "training step")
+        typer.echo(f"{other.path}: {steps} of {settings.train.backend}")
         return
     from dapo_core.training import train as train_model
 
-    result = train_model(settings, data, model, _folder(output), on_step, held_out)
+    with tracked() as on_step:
+        result = train_model(settings, data, model, output, on_step, held_out)
     counts = (
         f"{counted(result.steps, 'training step')}, "
         f"{counted(result.policy_version, 'optimizer step')}"
     )
     typer.echo(f"{result.checkpoint}: {counts}")
+
+
+@contextlib.contextmanager
+def _reported(
+    settings: Config, output: Path, is_quiet: bool, words: list[str]
+) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    """Run the recipe's trackers beside a training; yields what to call after each step."""
+    from tasks.execution.progress import StepProgress
+    from tasks.tracking.processes import tracking
+
+    steps = StepProgress(settings.train.total_steps)
+    with tracking(settings.train.trackers, output, [str(output), *words]) as trackers:
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            if not is_quiet:
+                steps.after(step, metrics).log()
+            trackers.check()
+
+        yield on_step
+
+
+def _track_words(config: Path | None, overrides: list[str] | None) -> list[str]:
+    """Options of `dapo track` for a configuration."""
+    changes = [word for change in overrides or () for word in ("--set", change)]
+    return [*(["--config", str(config)] if config else ()), *changes]
+
+
+@app.command(
+    epilog="Example: dapo track latest; dapo track t --config configs/arith_cpu.yaml",
+    short_help="Send a training's metrics to its trackers.",
+)
+def track(
+    training: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRAINING",
+            help="Run (id, its start or end, folder, latest), or, with --config, the output folder "
+            "of dapo train.",
+        ),
+    ],
+    config: Annotated[Path | None, typer.Option(help="Recipe of an output folder.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    tracker: Annotated[str | None, typer.Option(hidden=True, help="Only this one, here.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Send a training's metrics, responses and results to the trackers in train.trackers.
+
+    Follows a training in progress until it ends. What was sent before is not sent again. `dapo
+    train` runs this beside each training with trackers, and the chain once more after its report.
+    """
+    from dapo_core.errors import ConfigError
+    from flows.config import load_config
+    from tasks.runs.history import CONFIG_FILE, find_run, read_report, training_folder
+    from tasks.tracking.processes import Trackers, require_trackers
+    from tasks.tracking.tracker import send_training
+
+    report = None
+    if config is None:
+        run = find_run(store, training)
+        folder, report = training_folder(run), read_report(run)
+    else:
+        folder = Path(training)
+    settings = load_config(config or run.folder / CONFIG_FILE, overrides or ())
+    if tracker is not None:
+        from tasks.runs.report import results_of
+
+        results = results_of(report, settings) if report else {}
+        send_training(settings, tracker, folder, results)
+        return
+    if not settings.train.trackers:
+        raise ConfigError(
+            "train.trackers is empty: name trackers with --set 'train.trackers=[...]'"
+        )
+    require_trackers(settings.train.trackers)
+    with Trackers(folder) as trackers:
+        words = [training, *_track_words(config, overrides), "--store", str(store)]
+        trackers.start(settings.train.trackers, words)
+        if not trackers.wait(math.inf):
+            raise typer.Exit(1)
 
 
 @app.command(

@@ -57,6 +57,7 @@ UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errn
 # From mkdir: a file has that name, or the file system is like /proc.
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)
 PROBE_BYTES = 64 * 1024
+LOGS = ".logs"
 FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
 _ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")
 _KEY_FOLDER = re.compile(rf"\w+/[0-9a-f]{{{SHORT_KEY_LENGTH}}}")
@@ -96,7 +97,7 @@ class ArtifactStore:
         All attempts at a key share it, so that a new command waits for processes left by a killed
         one.
         """
-        return self.root / ".logs" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.log"
+        return self.root / LOGS / f"{stage}-{key[:SHORT_KEY_LENGTH]}.log"
 
     def lock_path(self, stage: str, key: str) -> Path:
         """Returns the lock held while the key is built."""
@@ -359,6 +360,15 @@ class ArtifactStore:
             return error.errno in FULL_DISK_ERRORS  # write() on an open file does not name it
         place = Path(os.fsdecode(error.filename))
         return place.is_relative_to(self.root) or self.root.is_relative_to(place)
+
+
+def stage_log_of(output: Path) -> Path | None:
+    """The log of the stage that writes, or wrote, this folder in a store; None for other folders."""
+    key_folder = output.resolve().parent
+    logs = key_folder.parent.parent / LOGS
+    stage, key = key_folder.parent.name, key_folder.name
+    is_in_store = _KEY_FOLDER.fullmatch(f"{stage}/{key}") and logs.is_dir()
+    return logs / f"{stage}-{key}.log" if is_in_store else None
 
 
 def _attempts_in(folder: Path) -> list[Attempt]:

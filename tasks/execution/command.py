@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Protocol
 
 from redaction import redact
 from tasks.artifacts.stage_key import StageKey
-from tasks.processes.child import GRACE_SECONDS, run_command
+from tasks.execution.progress import Progress, Row, following
+from tasks.processes.child import GRACE_SECONDS, dapo_command, run_command
 from tasks.runs.run import Run, current_stage
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,13 @@ METRICS_LINE = "step:"  # metric lines go to the log file only
 WARNS = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
 
 
-def dapo_command(*arguments: str | Path) -> list[str]:
-    """`dapo ARGUMENTS` with this interpreter, wherever the console script is installed."""
-    return [sys.executable, "-m", "flows.cli", *map(str, arguments)]
+class CommandWatch(Protocol):
+    """A file of JSON lines that a command writes, and what its lines say."""
+
+    path: Path
+
+    def on_rows(self, rows: Sequence[Row]) -> list[Progress]:
+        """Show new lines; returns what to log."""
 
 
 def run_dapo(
@@ -32,7 +38,7 @@ def run_dapo(
     run: Run,
     key: StageKey,
     *,
-    on_line: Callable[[str], None] | None = None,
+    watch: CommandWatch | None = None,
     grace_seconds: float = GRACE_SECONDS,
     locks: Sequence[int] = (),
 ) -> None:
@@ -40,7 +46,7 @@ def run_dapo(
     run's folder.
 
     Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines`
-    admits them; `on_line` gets every line. The rest is as for `run_command`.
+    admits them; so is the progress in the file of `watch`. The rest is as for `run_command`.
     """
     log_path = run.store.log_path(key.stage, key.key)
     link_log(run, log_path)
@@ -50,18 +56,21 @@ def run_dapo(
         line = redact(line)
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})
-        if on_line is not None:
-            on_line(line)
+
+    def forward_progress(rows: list[Row]) -> None:
+        for progress in watch.on_rows(rows) if watch else ():
+            progress.log(page.admits(str(progress)))
 
     try:
-        run_command(
-            dapo_command(*arguments),
-            log_path=log_path,
-            label=key.stage,
-            on_line=forward,
-            grace_seconds=grace_seconds,
-            locks=locks,
-        )
+        with following(watch.path, forward_progress) if watch else nullcontext():
+            run_command(
+                dapo_command(*arguments),
+                log_path=log_path,
+                label=key.stage,
+                on_line=forward,
+                grace_seconds=grace_seconds,
+                locks=locks,
+            )
     finally:
         page.close_minute()
 

@@ -34,6 +34,7 @@ from redaction import redacted
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.data.card import CARD_MARKDOWN
+from tasks.execution.progress import Progress, Row, StepProgress
 from tasks.links import link_of
 from tasks.runs.run import Run
 
@@ -44,7 +45,6 @@ REQUEST_SECONDS = 10.0
 RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is unreachable
 NUM_STEPS = 10
 SHOWN_CHARACTERS = 2000  # at each end of a response
-STEP_LINE = re.compile(r"[a-z ]+ (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
 STEP_COLUMNS = {
     "step": "step",
     "accuracy": "sampler/accuracy",
@@ -127,48 +127,77 @@ def unwrapped(markdown: str) -> str:
 
 
 class StageProgress:
-    """A progress bar for a stage; for training also a table of recent steps and validation
-    responses.
-    """
+    """A progress bar for a stage, updated at most every 10 s and at the end."""
 
-    def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
-        self._bar = PageArtifact(
-            run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}"
-        )
-        self._table = PageArtifact(
-            run, f"{label}-steps", "table", f"Recent steps of {run.config.run.name}"
-        )
-        about = f"Latest validation of {run.config.run.name}"
-        self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
-        self._folder = folder
-        self._step_shown = -1
+    def __init__(self, run: Run, label: str) -> None:
+        description = f"{label} of {run.config.run.name}"
+        self._bar = PageArtifact(run, f"{label}-progress", "progress", description)
         self._update_at = 0.0
 
-    def on_line(self, line: str) -> None:
-        """Update the progress if the line of a child process names a step."""
-        if match := STEP_LINE.fullmatch(line.strip()):
-            self.on_progress(int(match["done"]), int(match["total"]))
-
     def on_progress(self, done: int, total: int) -> None:
-        """Update the page, at most every 10 s and at the end."""
-        if time.monotonic() < self._update_at and done < total:
-            return
-        self._bar.show(round(100 * done / max(total, 1), 1))
-        if self._folder is not None and (
-            steps := read_json_lines(self._folder / METRICS_FILE)[-NUM_STEPS:]
-        ):
-            rows = [
-                {name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()}
-                for step in steps[::-1]
-            ]
-            self._table.show(json.dumps(rows))
-            self._show_generations(self._folder, max(steps[-1]["step"], 0))
-        self._update_at = time.monotonic() + UPDATE_SECONDS
+        """Update the bar if it is due."""
+        self.update(done, total)
 
-    def _show_generations(self, folder: Path, last_step: int) -> None:
+    def update(self, done: int, total: int) -> bool:
+        """Update the bar if it is due; returns whether it was."""
+        is_due = time.monotonic() >= self._update_at or done >= total
+        if is_due:
+            self._bar.show(round(100 * done / max(total, 1), 1))
+            self._update_at = time.monotonic() + UPDATE_SECONDS
+        return is_due
+
+
+class CommandProgress:
+    """The progress that a command writes to a file of JSON lines: log lines, and a bar."""
+
+    def __init__(self, run: Run, label: str, path: Path) -> None:
+        self.path = path
+        self._page = StageProgress(run, label)
+
+    def on_rows(self, rows: Sequence[Row]) -> list[Progress]:
+        """Show new lines of the file; returns those to log."""
+        found = [Progress(**row) for row in rows]
+        self._page.on_progress(found[-1].done, found[-1].total)
+        return found
+
+
+class TrainingProgress:
+    """The progress of a training, from its metrics.jsonl: also a table of recent steps, and
+    validation responses.
+    """
+
+    def __init__(self, run: Run, label: str, folder: Path) -> None:
+        name = run.config.run.name
+        self.path = folder / METRICS_FILE
+        self._page = StageProgress(run, label)
+        self._table = PageArtifact(run, f"{label}-steps", "table", f"Recent steps of {name}")
+        about = f"Latest validation of {name}"
+        self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
+        self._steps = StepProgress(run.config.train.total_steps)
+        self._rows: list[Row] = []
+        self._step_shown = -1
+        self._began = time.time()
+
+    def on_rows(self, rows: Sequence[Row]) -> list[Progress]:
+        """Show new lines of the file; returns the steps of this attempt, to be logged."""
+        for row in rows:  # a step that is trained again replaces what followed it
+            self._rows = [known for known in self._rows if known["step"] < row["step"]]
+            self._rows = [*self._rows, row][-NUM_STEPS:]
+        last_step = self._rows[-1]["step"]
+        if self._page.update(last_step, self._steps.total_steps):
+            table = [
+                {name: _number(row.get(key)) for name, key in STEP_COLUMNS.items()}
+                for row in self._rows[::-1]
+            ]
+            self._table.show(json.dumps(table))
+            self._show_generations(last_step)
+        fresh = [row for row in rows if row["wall_time"] >= self._began]
+        return [self._steps.after(row["step"], row) for row in fresh]
+
+    def _show_generations(self, last_step: int) -> None:
         """Show responses of the latest validation."""
         for step in range(last_step, self._step_shown, -1):
-            if rows := read_json_lines(generations_file(folder, step)):
+            if rows := read_json_lines(generations_file(self.path.parent, step)):
                 self._generations.show(generations_page(step, rows))
                 self._step_shown = step
                 return

@@ -2,7 +2,7 @@
 
     supervisor -> dapo train -> supervisor -> the trainer, or the client of a Ray job
                    |  ^------- its output, from trainer/trainer.log
-                   +-- metrics.jsonl, trackers, progress: as in our own training
+                   +-- metrics.jsonl, progress: as in our own training
 
 The trainer writes checkpoints below checkpoints/ and resumes from the newest by itself.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, TRACKERS_FILE, step_folders
+from dapo_core.checkpoint.folder import CHECKPOINTS, step_folders
 from dapo_core.checkpoint.identity import refuse_other_training, training_identity
 from dapo_core.checkpoint.others import (
     NEWEST_FILE,
@@ -32,7 +32,6 @@ from dapo_core.machine.digests import file_digest
 from dapo_core.machine.stopping import StopRequest, raising_stopped
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog, format_step
 from dapo_core.model.folder import copy_model_files, require_model_folder
-from dapo_core.trackers import require_trackers, tracking
 from durable import read_json_lines, write_atomically
 from interop.logs import LogParser, Record
 from tasks.config import ChainConfig
@@ -77,7 +76,6 @@ def train_with_other(
     kept_steps = {*config.checkpoint.keep_steps, *config.checkpoint_steps}
     with StopRequest() as stop, raising_stopped(stop, lambda: _continued_from(folder, total)):
         require_resume(config.checkpoint.resume)
-        require_trackers(config.train.trackers)
         require_model_folder(inputs.model)
         start = start_of(config, inputs)
         identity = identity_of(config, inputs)
@@ -92,16 +90,14 @@ def train_with_other(
             log = MetricsLog(inputs.output, done.step if done else None)
             if done is None or done.step < total:
                 record_identity(inputs, identity)
-                with tracking(config, inputs.output, done is not None) as trackers:
 
-                    def report(step: int, metrics: dict[str, float]) -> None:
-                        log.append(step, None, metrics)
-                        trackers.on_step(step, metrics)
-                        if on_step is not None:
-                            on_step(step, metrics)
-                        _tidy(folder, config.checkpoint.keep_last, kept_steps)
+                def report(step: int, metrics: dict[str, float]) -> None:
+                    log.append(step, None, metrics)
+                    if on_step is not None:
+                        on_step(step, metrics)
+                    _tidy(folder, config.checkpoint.keep_last, kept_steps)
 
-                    _run(config, start, inputs, Progress(report, on_line))
+                _run(config, start, inputs, Progress(report, on_line))
             newest = _require_finished(config, inputs.output)
             _tidy(folder, 1, kept_steps)
     return newest
@@ -240,10 +236,10 @@ def _tidy(folder: Path, keep_last: int, kept_steps: set[int]) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move old checkpoints, tracker records and metrics aside; metrics last."""
+    """Move old checkpoints and metrics aside; metrics last."""
     old = [path for path in folder.iterdir() if path.name != "lock"]
-    others = [folder.parent / name for name in (TRACKERS_FILE, METRICS_FILE)]
-    old += [path for path in others if path.exists()]
+    metrics = folder.parent / METRICS_FILE
+    old += [metrics] if metrics.exists() else []
     move_aside(folder, old)
 
 

@@ -14,7 +14,6 @@ from dapo_core.machine.device import device_for
 from dapo_core.machine.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from dapo_core.memory.devices import GIB, describe_bytes
 from dapo_core.memory.plan import Disk, disk_plan
-from dapo_core.trackers import require_trackers
 from downloads import DownloadError
 from eval import EvaluationError
 from tasks.artifacts.artifact import Artifact
@@ -26,6 +25,7 @@ from tasks.preflight.cluster import check_cluster, check_devices_here
 from tasks.preflight.environment import check_environment
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
+from tasks.tracking.processes import require_trackers
 
 if TYPE_CHECKING:
     from dapo_core.memory.devices import Limit

@@ -151,6 +151,11 @@ class SupervisedProcess:
                     time.sleep(POLL_SECONDS)
 
 
+def dapo_command(*arguments: str | Path) -> list[str]:
+    """`dapo ARGUMENTS` with this interpreter, wherever the console script is installed."""
+    return [sys.executable, "-m", "flows.cli", *map(str, arguments)]
+
+
 def run_command(
     command: Sequence[str],
     *,

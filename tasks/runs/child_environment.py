@@ -20,6 +20,7 @@ from tasks.preflight.environment import table_rows
 from tasks.processes.child import OUTPUT_AT_ONCE
 from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environments
 from tasks.stages import EVALUATE_MODEL
+from tasks.tracking.clients import MLFLOW
 
 Rows = list[dict[str, Any]]
 # Set by every `dapo` command; also hides the progress of weight loading.
@@ -115,6 +116,8 @@ def _of_servers(config: ChainConfig, environment: Mapping[str, str]) -> Iterator
 
 def _of_training(config: ChainConfig) -> Iterator[Given]:
     yield from given_by_training(config)
+    if "mlflow" in config.train.trackers:
+        yield Given("trackers", MLFLOW, is_default=True)
     if config.train.ray_address is None:
         yield Given("Ray", {AUTH_TOKEN: REDACTED})
 

@@ -18,7 +18,7 @@ from durable import UNSET, differences, is_locked
 from eval.report.report import REPORT_JSON
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
-from tasks.artifacts.store import Attempt
+from tasks.artifacts.store import ArtifactStore, Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,18 @@ def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
     stage = run.stages[label]
     artifact = artifact_at(run.store / stage.place)
     return artifact if artifact is not None and artifact.digest == stage.digest else None
+
+
+def training_folder(run: RecordedRun) -> Path:
+    """The output of a run's training, also while it is in progress; raises StoreError without one."""
+    if "train_policy" in run.stages:
+        return run.store / run.stages["train_policy"].place
+    log = run.folder / "train_policy.log"
+    if log.is_symlink():  # the training has begun
+        stage, _, key = log.readlink().stem.rpartition("-")
+        if folder := ArtifactStore(run.store).unfinished(stage, key):
+            return folder
+    raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no training yet")
 
 
 def require_artifact(run: RecordedRun, label: str) -> Artifact:

@@ -15,7 +15,6 @@ from dapo_core.draw.tokenizing import LENGTHS_FILE
 from dapo_core.errors import DapoError, counted
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
-from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError
 from eval import EvaluationError
 from eval.report.report import Provenance
@@ -23,6 +22,7 @@ from eval.report.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, package_versions
+from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.links import BASELINE_EVALUATION
@@ -30,6 +30,8 @@ from tasks.runs.child_environment import by_children
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
+from tasks.tracking.processes import CLOSE_SECONDS, Trackers
+from tasks.tracking.tracker import tracked_runs
 
 logger = logging.getLogger(__name__)
 
@@ -225,26 +227,22 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
-    """Send a report's figures to the trackers, at the last step. Tracker failures are logged.
-
-    A fully cached run sends nothing, because an earlier run did.
-    """
-    if all(stage.cached for stage in run.stages.values()):
-        return
-    name = "+".join(source.name for source in eval_sources(run.config))
-    send_results(Path(training.path), results_of(report, name), run.config.train.total_steps)
+def send_report(run: Run, training: Artifact) -> None:
+    """Send the report's figures to the run's trackers, unless all is cached: then a run did so."""
+    names = run.config.train.trackers
+    if names and not all(stage.cached for stage in run.stages.values()):
+        with Trackers(Path(training.path)) as trackers:
+            trackers.start(names, [str(run.folder)])
+            trackers.wait(CLOSE_SECONDS)
 
 
-def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
-    """`eval/BENCHMARK/FIGURE` for each benchmark and `pooled`; accuracies are fractions.
-
-    Without a suite, the benchmark is called `name`.
-    """
+def results_of(report: Mapping[str, Any], config: ChainConfig) -> dict[str, float]:
+    """`eval/BENCHMARK/FIGURE` for each benchmark and `pooled`; accuracies are fractions."""
     rows = [*report.get("benchmarks", ())]
     if rows:
         rows.append({"name": "pooled", **report["pooled"]})
     else:
+        name = "+".join(source.name for source in eval_sources(config))
         sides = {side: report[side]["accuracy"] for side in ("before", "after")}
         rows = [{"name": name, **sides, "difference": report["difference"], "p": report["p"]}]
     return {

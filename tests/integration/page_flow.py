@@ -18,7 +18,8 @@ from flows.notify import report_failure, report_result
 from flows.recipe_flow import complete_page
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import fetch_model, prepare_data, write_report
-from tasks.execution.page import StageProgress
+from tasks.execution.page import TrainingProgress
+from tasks.execution.progress import following
 from tasks.execution.task import RETRIED, stage_task
 from tasks.links import link_of
 from tasks.processes.child import run_command
@@ -29,7 +30,7 @@ from tests.tiny_models import build_tiny_qwen3
 
 RETRIED["retry_delay_seconds"][:] = [0.2, 0.3, 0.4]
 DIES_ONCE = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 if not pathlib.Path("died").exists():
     pathlib.Path("died").touch()
     print("the engine is lost")
@@ -37,9 +38,8 @@ if not pathlib.Path("died").exists():
 with open("metrics.jsonl", "w") as file:
     for step in range(1, 13):
         numbers = {"sampler/accuracy": step / 3, "actor/entropy": None, "perf/throughput": 123456.4}
-        file.write(json.dumps({"step": step, **numbers}) + "\\n")
+        file.write(json.dumps({"step": step, "wall_time": time.time(), **numbers}) + "\\n")
         file.flush()
-        print(f"training step {step}/12: right 1 %", flush=True)
 """
 REFUSED = "print('DataError: no rows'); raise SystemExit(2)"
 STUCK = """
@@ -56,10 +56,11 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
     key = replace(key, inputs={**key.inputs, "code": code})
 
     def build(folder: Path) -> dict[str, Any]:
-        progress = StageProgress(run, "train_policy", folder)
+        progress = TrainingProgress(run, "train_policy", folder)
         log_path = run.store.log_path(key.stage, key.key)
         command = ["env", "-C", str(folder), sys.executable, "-c", code]
-        run_command(command, log_path=log_path, label="train_policy", on_line=progress.on_line)
+        with following(progress.path, progress.on_rows):
+            run_command(command, log_path=log_path, label="train_policy")
         return {"step": 12, "sampler/accuracy": 4.00004}
 
     return run.produce("train_policy", key, build)
@@ -93,6 +94,7 @@ if __name__ == "__main__":
     changes: tuple[str, ...] = (f"store.path={folder / 'store'}", f"flow.webhook.url={webhook}")
     changes += ("model.source=path", f"model.path={folder / 'model'}")
     changes += ("data.arithmetic.num_train=128", "data.arithmetic.num_eval=24")
+    changes += ("train.total_steps=12",)
     seen(recipe, changes, DIES_ONCE)
     seen(recipe, changes, DIES_ONCE)
     seen(recipe, changes, REFUSED, return_state=True)

@@ -23,6 +23,7 @@ from tasks.external.environment import TrainerMissing, trainer_versions
 from tasks.external.launch import HELD_OUT_ROWS, TRAIN_ROWS
 from tasks.external.training import LOG_FILE, train_with_other
 from tasks.processes.child import ChildProcessFailed
+from tasks.tracking.tracker import read_record
 from tests.other_trainings import TRAIN, config_of, inputs, make_place, steps
 from tests.stand_in_trainer import install, install_mindspeed
 
@@ -180,7 +181,9 @@ def commands_below(pid: int) -> list[str]:
 
 def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_path: Path) -> None:
     config, files = tmp_path / "recipe.yaml", inputs(place, tmp_path / "t")
-    config.write_text(config_of(place, tmp_path, "light hang:5").model_dump_json())
+    train = {**TRAIN, "trackers": ["tensorboard"], "tracker_folder": str(tmp_path)}
+    settings = config_of(place, tmp_path, "light hang:5", train={**train, "total_steps": 6})
+    config.write_text(settings.model_dump_json())
     words = [
         "--data",
         files.data,
@@ -214,6 +217,9 @@ def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_pat
     )
     assert "training step 4/6: score 0.000, length 12 tokens, 0.1 s" in said
     assert not (files.output / "checkpoints/lock").exists()
+    tracked = read_record(files.output, "tensorboard")
+    assert tracked.last_step == 4, "its tracker sent what was there, and ended with it"
+    assert f"tracked by tensorboard: {tracked.path}" in said
 
 
 def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.execution import command
 from tasks.execution.command import PageLines, run_dapo
+from tasks.execution.page import CommandProgress
+from tasks.execution.progress import Progress
 from tasks.runs.run import Run, current_stage
 from tests.processes import python
 
@@ -77,14 +81,12 @@ def test_lines_over_the_limit_are_omitted_only_from_the_page(
         "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - "
         "a:2')\nprint('ValueError: x')"
     )
-    heard: list[str] = []
     with prefect_page() as page:
-        run = talk(tmp_path, monkeypatch, code, on_line=heard.append)
+        run = talk(tmp_path, monkeypatch, code)
         talk(tmp_path, monkeypatch, code)  # links once
     link = run.folder / "talk_before.log"
     assert link.resolve() == run.store.log_path(KEY.stage, KEY.key).resolve()
     every = [f"line {i}" for i in range(9)] + ["WARNING: hot", "step:1 - a:2", "ValueError: x"]
-    assert heard == every
     assert link.read_text().splitlines() == 2 * every
     note = (
         f"... 6 lines omitted in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
@@ -100,6 +102,24 @@ def test_lines_over_the_limit_are_omitted_only_from_the_page(
     assert {record.name for record in caplog.records if record.getMessage() == note} <= set(
         QUIET_LOGGERS
     )
+
+
+def test_progress_is_logged_and_counts_as_lines_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tasks")
+    watched = tmp_path / "progress.jsonl"
+    shown = [Progress("warm start step", step, 5, "loss 1.0") for step in range(1, 6)]
+    rows = "".join(json.dumps(asdict(one)) + "\n" for one in shown)
+    code = f"import pathlib; pathlib.Path({str(watched)!r}).write_text({rows!r})"
+    config = load_config(ROOT / "configs" / "arith_cpu.yaml")
+    progress = CommandProgress(Run(config, None, tmp_path, "dapo-full"), "fetch_model", watched)  # type: ignore[arg-type]
+    with prefect_page() as page:
+        talk(tmp_path, monkeypatch, code, watch=progress)
+    lines = [f"warm start step {step}/5: loss 1.0" for step in range(1, 6)]
+    ours = [record for record in caplog.records if record.name == "tasks.execution.progress"]
+    assert [record.getMessage() for record in ours] == lines
+    assert [log["message"] for log in page if log["name"] == ours[0].name] == lines[:3]
 
 
 def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,9 +15,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dapo_core.checkpoint.folder import generations_file
 from tasks.execution import page
-from tasks.execution.page import PageArtifact, StageProgress, artifact_key, unwrapped
+from tasks.execution.page import PageArtifact, TrainingProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
 from tests.configs import make_config
+from tests.sources import Clock
 
 ARTIFACT_ID = "7bfb7b22-e1bc-4db8-8b33-87d230d2fce0"
 
@@ -43,43 +44,59 @@ def mine(tmp_path: Path) -> Run:
     return Run(config, None, tmp_path, "dapo-full")  # type: ignore[arg-type]
 
 
-def test_progress_is_shown_every_ten_seconds_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    sent: list[Any] = []
+    monkeypatch.setattr(PageArtifact, "show", lambda _, data: sent.append(data))
+    return sent
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(page.time, "monotonic", clock)
+    return clock
+
+
+def training(tmp_path: Path) -> TrainingProgress:
+    progress = TrainingProgress(mine(tmp_path), "train_policy", tmp_path)
+    progress._steps.total_steps = 4
+    return progress
+
+
+def row(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": step, "wall_time": time.time(), **metrics}
+
+
+def test_steps_are_shown_every_ten_seconds_and_at_the_end(
+    shown: list[Any], clock: Clock, tmp_path: Path
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(page.time, "monotonic", lambda: now)
-    shown: list[Any] = []
-    monkeypatch.setattr(PageArtifact, "show", lambda _, data: shown.append(data))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
-    progress.on_line("vllm is starting")
-    progress.on_line("training step 1/4: right 20.0 %, 1.2 s")
-    for seconds, step in ((109.0, 2), (110.0, 3), (110.0, 4)):
-        now = seconds
-        progress.on_line(f"training step {step}/4: right 20.0 %, 1.2 s")
-    assert shown[::2] == [25.0, 75.0, 100.0]
-    assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
+    earlier = row(1)
+    progress = training(tmp_path)
+    assert progress.on_rows([earlier]) == [], "a step of an earlier attempt"
+    for seconds, steps in ((9.0, (2, 3)), (1.0, (2,)), (0.0, (3, 4))):  # a worker died after step 3
+        clock.now += seconds
+        logged = progress.on_rows([row(step, **{"sampler/accuracy": step / 8}) for step in steps])
+        assert [one.done for one in logged] == [*steps]
+    assert shown[::2] == [25.0, 50.0, 100.0]
+    tables = [json.loads(table) for table in shown[1::2]]
+    assert [[line["step"] for line in table] for table in tables] == [[1], [2, 1], [4, 3, 2, 1]]
+    assert tables[-1][0]["accuracy"] == 0.5
 
 
 def test_responses_of_each_validation_are_shown_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shown: list[Any], clock: Clock, tmp_path: Path
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(page.time, "monotonic", lambda: now)
-    shown: list[Any] = []
-    monkeypatch.setattr(PageArtifact, "show", lambda _, data: shown.append(data))
     (tmp_path / "generations").mkdir()
-    progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
+    progress = training(tmp_path)
     response = f"one|\n## two {'x' * 5000} three"
-    row = {"set": "gsm8k", "prompt": "1 + 1?", "response": response, "answer": None, "gold": "2"}
+    answer = {"set": "gsm8k", "prompt": "1 + 1?", "response": response, "answer": None, "gold": "2"}
     for step in (0, 1, 2):
-        with (tmp_path / "metrics.jsonl").open("a") as log:
-            log.write(json.dumps({"step": step}) + "\n")
         if step != 1:
-            line = json.dumps({**row, "score": -1.0, "verdict": "wrong"})
+            line = json.dumps({**answer, "score": -1.0, "verdict": "wrong"})
             generations_file(tmp_path, step).write_text(line + "\n")
-        progress.on_progress(step, 4)
-        now += 10.0
+        progress.on_rows([row(step)])
+        clock.now += 10.0
     texts = [text for text in shown if isinstance(text, str) and text.startswith("# Responses")]
     assert [text.splitlines()[0] for text in texts] == [
         "# Responses after training step 0",

@@ -1,44 +1,108 @@
-"""Step lines of child processes become a bar; other progress is logged every 10 % or by time."""
+"""Progress becomes a bar on a terminal; other progress is logged every 10 % or by time."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from downloads import Progress as Download
+from durable import JsonLinesFollower, append_json_line, read_json_lines, write_atomically
 from eval.requests import run
 from flows import progress
-from flows.progress import STEP_LINE, StepBar, bytes_progress
+from flows.progress import StepBar, bytes_progress, download_progress, reporter
+from tasks.execution.progress import Progress, StepProgress, following
 from tests.evaluations import make_items, make_row
+from tests.sources import Clock
 
 
-def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.LogRecord("tasks.execution.command", level, __file__, 1, message, (), None)
+def record(message: str, level: int = logging.INFO, shown: Progress | None = None) -> Any:
+    entry = logging.LogRecord("tasks.execution", level, __file__, 1, message, (), None)
+    entry.progress = shown
+    return entry
 
 
-def test_step_lines_of_children_are_recognised() -> None:
-    for line, parts in (
-        ("training step 12/60: right 40.0%, 1.3 s", ("training", "12", "60", "right 40.0%, 1.3 s")),
-        ("warm start step 60 of 600: loss 0.797", ("warm start", "60", "600", "loss 0.797")),
-    ):
-        match = STEP_LINE.fullmatch(line)
-        assert match is not None
-        assert match.group("what", "done", "total", "state") == parts
+def at(step: int) -> Any:
+    return record("", shown=Progress("training step", step, 3, f"right {step}0%"))
 
 
-def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
+def test_progress_moves_the_bar_and_other_lines_pass() -> None:
     bar = StepBar()
-    assert not bar.filter(record("training step 1/3: right 10%"))
-    assert bar.filter(record("Ray is up after 5 s"))
+    assert not bar.filter(at(1))
+    assert bar.filter(record("training step 2/3: only text"))
     assert bar.bar is not None
-    assert not bar.filter(record("training step 2/3: right 20%"))
-    assert bar.bar.tasks[0].completed == 2
-    assert not bar.filter(record("training step 3/3: right 30%"))
+    assert not bar.filter(at(2))
+    assert (bar.bar.tasks[0].completed, bar.bar.tasks[0].fields["state"]) == (2, "right 20%")
+    assert not bar.filter(at(3))
     assert bar.bar is None  # complete; the next stage starts its own
-    bar.filter(record("training step 1/3: right 10%"))
+    bar.filter(at(1))
     assert bar.filter(record("ChildProcessFailed: train_policy ended", logging.ERROR))
     assert bar.bar is None
+
+
+def test_a_step_is_told_by_its_accuracy_and_the_time_left() -> None:
+    steps = StepProgress(60)
+    assert str(steps.after(0, {"validation/accuracy": 0.25})) == (
+        "training step 0/60: accuracy 25.0% on held-out problems before training"
+    )
+    ours = {"sampler/accuracy": 0.4, "critic/score/mean": None, "sampler/kept_groups": 7.0}
+    assert str(steps.after(11, {**ours, "wall_time": 100.0})) == (
+        "training step 11/60: right 40.0%, kept 7 groups"
+    )
+    theirs = {"critic/score/mean": 0.5, "timing_s/step": 1.26, "wall_time": 102.0}
+    assert str(steps.after(12, theirs)) == (
+        "training step 12/60: score 0.500, 1.3 s, about 96 s left"
+    )
+    assert "left" not in str(steps.after(3, ours)), "resumed: the pace is measured anew"
+
+
+def test_a_follower_reads_each_line_once_and_a_file_that_begins_anew_from_its_start(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log.jsonl"
+    follower = JsonLinesFollower(log)
+    assert follower.read() == []
+    append_json_line(log, {"step": 1})
+    with log.open("a") as file:
+        file.write('{"step": 2')
+    assert follower.read() == [{"step": 1}]
+    with log.open("a") as file:
+        file.write("}\n")
+    assert follower.read() == [{"step": 2}]
+    with log.open("a") as file:
+        file.write('{"torn')
+    append_json_line(log, {"step": 3})
+    assert follower.read() == [{"step": 3}]
+    write_atomically(log, '{"step": 1}\n')  # truncated on resume
+    assert follower.read() == [{"step": 1}]
+    append_json_line(log, {"step": 2})
+    log.rename(tmp_path / "finished")
+    assert follower.read() == [{"step": 2}]
+
+
+def test_lines_written_until_the_end_of_the_block_are_seen(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with following(tmp_path / "log.jsonl", seen.extend):
+        for step in range(3):
+            append_json_line(tmp_path / "log.jsonl", {"step": step})
+    assert [row["step"] for row in seen] == [0, 1, 2]
+
+
+def test_a_download_is_reported_to_the_caller_in_percent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    on_progress = download_progress(reporter(tmp_path / "progress.jsonl"))
+    for done, num_done in ((0, 0), (100, 1), (250, 1), (1000, 2)):
+        on_progress(Download(num_done=num_done, num_files=2, bytes_done=done, total_bytes=1000))
+        clock.now += 1.5
+    rows = [Progress(**row) for row in read_json_lines(tmp_path / "progress.jsonl")]
+    assert [(row.done, row.total) for row in rows] == [(0, 100), (25, 100), (100, 100)]
+    assert rows[1].state == "1 of 2 files, 250 bytes of 1.0 kB, 83 bytes/s, about 9 s left"
 
 
 def test_without_a_terminal_bytes_are_logged_in_tenths_or_by_time(

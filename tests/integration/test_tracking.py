@@ -12,13 +12,23 @@ from urllib.parse import quote
 
 import pytest
 
-from dapo_core import trackers
 from dapo_core.checkpoint.folder import generations_file
+from dapo_core.config.loading import dump_config
+from dapo_core.metrics.log import MetricsLog
+from tasks.tracking.clients import Record
+from tasks.tracking.processes import Trackers
+from tasks.tracking.tracker import read_record, send_training
 from tests.configs import make_config
 
 NAMES = ("tensorboard", "wandb", "swanlab", "mlflow")
 MEAN, RESULT = "val-core/gsm8k/acc/mean@4", "eval/math500/after"
-RESPONSE = "It is\n2 <b>&</b> 两"
+ROW = {
+    "set": "gsm8k",
+    "prompt": "1 + 1?",
+    "response": "It is\n2 <b>&</b> 两",
+    "answer": None,
+    "score": 1.0,
+}
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -38,46 +48,35 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def track(folder: Path, names: tuple[str, ...]) -> Path:
     """Track a training at steps 0 to 2, resume it to step 4, and send results; returns its folder."""
-    output = folder / "training"
+    output, recipe = folder / "training", folder / "recipe.yaml"
     keys = {"trackers": names, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
     config = make_config(train=keys, run={"name": "my run"})
-    failures = list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            trackers, "CLOSE_SECONDS", 600.0
-        )  # a loaded machine takes a minute to load the clients
-        patch.setattr(
-            trackers._Feed, "_fail", lambda feed, why: failures.append(f"{feed.record.name}: {why}")
-        )
-        for is_continued, steps in ((False, (0, 1, 2)), (True, (2, 3, 4))):
-            with trackers.tracking(config, output, is_continued) as tracked:
-                for step in steps:
-                    row = {
-                        "set": "gsm8k",
-                        "prompt": "1 + 1?",
-                        "response": RESPONSE,
-                        "answer": None,
-                        "score": 1.0,
-                    }
-                    generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
-                    generations_file(output, step).write_text(json.dumps(row) + "\n")
-                    tracked.on_step(step, metrics(step))
-        trackers.send_results(output, {RESULT: 61.5}, 4)
-    assert failures == []
+    output.mkdir()
+    recipe.write_text(dump_config(config))
+    for last_step, steps in ((None, (0, 1, 2)), (1, (2, 3, 4))):
+        log = MetricsLog(output, last_step)
+        for step in steps:
+            generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
+            generations_file(output, step).write_text(json.dumps(ROW) + "\n")
+            log.append(step, step, metrics(step))
+        with Trackers(output) as trackers:
+            trackers.start(names, [str(output), "--config", str(recipe)])
+            assert trackers.wait(600.0)  # a loaded machine takes a minute to load the clients
+    for name in names:
+        send_training(config, name, output, {RESULT: 61.5})
     return output
 
 
-def record(tracked: Path, name: str) -> dict[str, Any]:
-    saved = json.loads((tracked / trackers.TRACKERS_FILE).read_text())
-    (found,) = (one for one in saved["trackers"] if one["name"] == name)
-    assert (found["last_step"], found["num_failed"]) == (4, 0)
-    return dict(found)
+def record(tracked: Path, name: str) -> Record:
+    found = read_record(tracked, name)
+    assert found.last_step == 4
+    return found
 
 
 def test_tensorboard(tracked: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(record(tracked, "tensorboard")["path"])
+    events = EventAccumulator(record(tracked, "tensorboard").path)
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars(MEAN)] == [
         (step, step / 8) for step in range(5)
@@ -100,7 +99,7 @@ def test_wandb(tracked: Path) -> None:
 
     found = record(tracked, "wandb")
     history, summary, names = [], {}, set()
-    for path in sorted(Path(found["path"]).parent.glob(f"offline-run-*-{found['id']}*/*.wandb")):
+    for path in sorted(Path(found.path).parent.glob(f"offline-run-*-{found.id}*/*.wandb")):
         with WBDataStoreReader() as reader:
             reader.open(path)
             while (content := reader.scan()) is not None:
@@ -116,7 +115,7 @@ def test_wandb(tracked: Path) -> None:
                 summary |= {
                     item.key or item.nested_key[0]: item.value_json for item in one.summary.update
                 }
-    assert names == {("proj", "my run", found["id"])}
+    assert names == {("proj", "my run", found.id)}
     assert history == [(step, step / 8) for step in range(5)]
     assert json.loads(summary[RESULT]) == 61.5
 
@@ -127,7 +126,7 @@ def test_swanlab(tracked: Path) -> None:
 
     found = record(tracked, "swanlab")
     values, texts = [], []
-    for path in sorted(Path(found["path"]).glob(f"run-*-{found['id']}/*.swanlab")):
+    for path in sorted(Path(found.path).glob(f"run-*-{found.id}/*.swanlab")):
         reader = DataStoreReader()
         reader.open(path)
         while (content := reader.scan()) is not None:
@@ -148,7 +147,7 @@ def test_swanlab_on_the_board_of_this_machine(
     monkeypatch.setenv("SWANLAB_MODE", "local")
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "board"))
     found = record(track(tmp_path, ("swanlab",)), "swanlab")
-    assert (found["url"], found["path"]) == (None, str(tmp_path / "board"))
+    assert (found.url, found.path) == (None, str(tmp_path / "board"))
     from fastapi.testclient import TestClient
     from swanboard.app import app
 
@@ -157,7 +156,7 @@ def test_swanlab_on_the_board_of_this_machine(
 
     experiments = data("project")["experiments"]
     assert [one["name"] for one in experiments] == ["my run", "my run-2", "my run-3"]
-    assert {one["run_id"].rpartition("-")[2] for one in experiments} == {found["id"]}
+    assert {one["run_id"].rpartition("-")[2] for one in experiments} == {found.id}
     shown = [
         (row["index"], row["data"])
         for one, tag in zip(experiments, (MEAN, MEAN, RESULT), strict=True)
@@ -170,17 +169,17 @@ def test_mlflow(tracked: Path) -> None:
     from mlflow import MlflowClient
 
     found = record(tracked, "mlflow")
-    client = MlflowClient(f"sqlite:///{found['path']}")
-    run = client.get_run(found["id"])
+    client = MlflowClient(f"sqlite:///{found.path}")
+    run = client.get_run(found.id)
     assert (run.info.run_name, run.info.status) == ("my run", "FINISHED")
     assert client.get_experiment(run.info.experiment_id).name == "proj"
     assert run.data.params["train.tracker_project"] == "proj"
-    history = client.get_metric_history(found["id"], MEAN.replace("@", "_at_"))
+    history = client.get_metric_history(found.id, MEAN.replace("@", "_at_"))
     assert [(one.step, one.value) for one in history] == [(step, step / 8) for step in range(5)]
     assert run.data.metrics[RESULT] == 61.5
-    files = [artifact.path for artifact in client.list_artifacts(found["id"], "generations")]
+    files = [artifact.path for artifact in client.list_artifacts(found.id, "generations")]
     assert files == [f"generations/step_{step}.jsonl" for step in range(5)]
     assert (
-        Path(found["path"]).parent / "mlflow-artifacts"
+        Path(found.path).parent / "mlflow-artifacts"
         in Path(run.info.artifact_uri.removeprefix("file:")).parents
     )

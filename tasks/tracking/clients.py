@@ -1,28 +1,27 @@
-"""Experiment tracker clients behind one interface: TensorBoard, Weights & Biases, SwanLab and
-MLflow.
-"""
+"""The clients of experiment trackers: TensorBoard, Weights & Biases, SwanLab and MLflow."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
-import time
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_core.machine.environment import MLFLOW, set_defaults
+from dapo_core.machine.environment import set_defaults
 from durable import leaves
 from redaction import redact
+from tasks.config import ChainConfig
 
 logger = logging.getLogger(__name__)
 
 GENERATIONS = "val/generations"  # verl's name for validation responses
+MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
 MLFLOW_BATCH = 100  # parameters per request
 MLFLOW_VALUE_CHARACTERS = 500
 
@@ -31,31 +30,33 @@ Rows = Sequence[Mapping[str, Any]]  # of a generations file
 
 @dataclass
 class Record:
-    """A run in a tracker, as stored in trackers.json."""
+    """A training's run in a tracker; a resumed training continues it."""
 
-    name: str  # of the tracker
-    id: str  # of the run; a resumed training continues it
+    tracker: str
+    id: str = field(default_factory=lambda: secrets.token_hex(4))  # of the run
     url: str | None = None
     path: str | None = None  # on this machine
-    last_step: int = -1  # last step queued; repeated steps are not sent again
-    num_failed: int = 0  # failed calls
+    began: float | None = None  # `wall_time` of the first line of metrics.jsonl
+    last_step: int = -1  # repeated steps are not sent again
+    results: dict[str, float] = field(default_factory=dict)  # the last sent
 
-
-@dataclass(frozen=True)
-class Place:
-    """Project, run and local folder of a tracked training."""
-
-    project: str
-    run: str
-    folder: Path  # for local files of the clients
+    @property
+    def place(self) -> str | None:
+        return self.url or self.path
 
 
 class Client(ABC):
     """An open run in a tracker. Its methods raise whatever the client raises."""
 
+    def __init__(self, record: Record, config: ChainConfig, shown: Mapping[str, Any]) -> None:
+        train = config.train
+        self.project, self.name = train.tracker_project, train.tracker_run or config.run.name
+        self.folder = Path(train.tracker_folder).absolute()  # for local files
+        self.open(record, shown)
+
     @abstractmethod
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
-        """Start or continue the run; sets the record's url or path."""
+    def open(self, record: Record, shown: Mapping[str, Any]) -> None:
+        """Start or continue the run, with the configuration `shown`; sets its url or path."""
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -77,18 +78,17 @@ class Client(ABC):
 class TensorBoard(Client):
     """Event files in $TENSORBOARD_DIR, by default below the tracker folder."""
 
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
+    def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        parent = os.environ.get("TENSORBOARD_DIR") or place.folder / "tensorboard" / place.project
-        path = Path(record.path or Path(parent) / f"{place.run}-{record.id}")
+        parent = os.environ.get("TENSORBOARD_DIR") or self.folder / "tensorboard" / self.project
         is_new = record.path is None
-        record.path = str(path.absolute())
+        path = Path(record.path or Path(parent) / f"{self.name}-{record.id}").absolute()
+        record.path = str(path)
         self._writer = SummaryWriter(record.path)
         if is_new:
-            self._writer.add_text(
-                "config", _fenced(json.dumps(config, indent=2, ensure_ascii=False)), 0
-            )
+            text = json.dumps(shown, indent=2, ensure_ascii=False)
+            self._writer.add_text("config", _fenced(text), 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -105,32 +105,25 @@ class TensorBoard(Client):
 class WandB(Client):
     """A wandb run, online unless $WANDB_MODE says otherwise or there is no login."""
 
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
+    def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         import wandb
 
-        self._wandb = wandb
-        folder = Path(os.environ.get("WANDB_DIR") or place.folder)
+        folder = Path(os.environ.get("WANDB_DIR") or self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # Do not send output, code or package lists: they may contain secrets, and are in the run
-        # folder anyway.
+        # Output, code and package lists may contain secrets, and are in the run's folder anyway.
         settings = wandb.Settings(
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            x_disable_meta=True,
-            silent=True,
-            quiet=True,
+            console="off", disable_git=True, disable_code=True, silent=True, x_disable_meta=True
         )
         self._run = _online_or_offline(
             "wandb",
             wandb.init,
-            project=place.project,
-            name=place.run,
+            folder,
+            project=self.project,
+            name=self.name,
             id=record.id,
             resume="allow",
-            reinit="create_new",
             dir=str(folder),
-            config=dict(config),
+            config=dict(shown),
             settings=settings,
         )
         record.url = None if self._run.offline else self._run.url
@@ -140,9 +133,10 @@ class WandB(Client):
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        table = self._wandb.Table(
-            columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True
-        )
+        import wandb
+
+        data = [list(row.values()) for row in rows]
+        table = wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
         self._run.log({GENERATIONS: table}, step=step)
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
@@ -155,11 +149,10 @@ class WandB(Client):
 class SwanLab(Client):
     """A SwanLab experiment, online unless $SWANLAB_MODE says otherwise or there is no login."""
 
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
+    def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         import swanlab
 
-        self._swanlab = swanlab
-        folder = Path(os.environ.get("SWANLAB_LOG_DIR") or place.folder / "swanlog")
+        folder = Path(os.environ.get("SWANLAB_LOG_DIR") or self.folder / "swanlog")
         folder.mkdir(parents=True, exist_ok=True)
         settings = swanlab.Settings(
             interactive=False,
@@ -169,12 +162,13 @@ class SwanLab(Client):
         self._run = _online_or_offline(
             "swanlab",
             swanlab.init,
-            project=place.project,
-            name=place.run,
+            folder,
+            project=self.project,
+            name=self.name,
             id=record.id,
             resume="allow",
             log_dir=str(folder),
-            config=dict(config),
+            config=dict(shown),
             settings=settings,
         )
         record.url = self._run.url if self._run.mode == "online" else None
@@ -184,7 +178,9 @@ class SwanLab(Client):
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        self._run.log({GENERATIONS: self._swanlab.Text(_as_markdown(rows))}, step=step)
+        import swanlab
+
+        self._run.log({GENERATIONS: swanlab.Text(_as_markdown(rows))}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -193,58 +189,49 @@ class SwanLab(Client):
 class MLflow(Client):
     """An MLflow run at $MLFLOW_TRACKING_URI, by default in a local database file."""
 
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
+    def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         set_defaults(MLFLOW)
-        from mlflow import MlflowClient
+        import mlflow
 
-        place.folder.mkdir(parents=True, exist_ok=True)
-        database = place.folder.absolute() / "mlflow.db"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
-        self._client = MlflowClient(tracking_uri=uri)
-        experiment = self._client.get_experiment_by_name(place.project)
-        # Without a server, MLflow would write artifacts to the working directory.
-        artifacts = (
-            database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
-        )
-        experiment_id = (
-            experiment.experiment_id
-            if experiment is not None
-            else self._client.create_experiment(place.project, artifacts)
-        )
-        if record.path is None and record.url is None:
-            record.id = self._client.create_run(experiment_id, run_name=place.run).info.run_id
-            self._log_config(record.id, config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder / 'mlflow.db'}"
+        mlflow.set_tracking_uri(uri)
+        if mlflow.get_experiment_by_name(self.project) is None:
+            # Without a server, MLflow would write artifacts to the working directory.
+            artifacts = (self.folder / "mlflow-artifacts").as_uri()
+            is_local = uri.startswith("sqlite:")
+            mlflow.create_experiment(self.project, artifacts if is_local else None)
+        experiment_id = mlflow.set_experiment(self.project).experiment_id
+        if record.place is not None:
+            mlflow.start_run(run_id=record.id)
         else:
-            self._client.update_run(record.id, status="RUNNING")
-        self._id = record.id
+            record.id = mlflow.start_run(run_name=self.name).info.run_id
+            values = {
+                _mlflow_name(key): str(value)[:MLFLOW_VALUE_CHARACTERS]
+                for key, value in leaves(shown).items()
+            }
+            for first in range(0, len(values), MLFLOW_BATCH):
+                mlflow.log_params(dict([*values.items()][first : first + MLFLOW_BATCH]))
         if uri.startswith("http"):
             record.url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{record.id}"
         else:
             record.path = uri.removeprefix("sqlite:///").removeprefix("file:")
 
-    def _log_config(self, run_id: str, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        values = [
-            Param(_mlflow_name(key), str(value)[:MLFLOW_VALUE_CHARACTERS])
-            for key, value in leaves(config).items()
-        ]
-        for first in range(0, len(values), MLFLOW_BATCH):
-            self._client.log_batch(run_id, params=values[first : first + MLFLOW_BATCH])
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        from mlflow.entities import Metric
+        import mlflow
 
-        now = int(time.time() * 1000)
-        values = [Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=values)
+        mlflow.log_metrics({_mlflow_name(name): value for name, value in metrics.items()}, step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
+        import mlflow
+
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self._client.log_text(self._id, text, f"generations/step_{step}.jsonl")
+        mlflow.log_text(text, f"generations/step_{step}.jsonl")
 
     def finish(self) -> None:
-        self._client.set_terminated(self._id)
+        import mlflow
+
+        mlflow.end_run()
 
 
 # Name in train.trackers -> (client class, required modules, packages to install).
@@ -256,23 +243,18 @@ CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
 }
 
 
-def _online_or_offline(tracker: str, start: Any, **arguments: Any) -> Any:
+def _online_or_offline(
+    tracker: str, start: Callable[..., Any], folder: Path, **arguments: Any
+) -> Any:
     """Start a run online; if that fails, offline, for a later sync."""
     try:
         return start(**arguments)
-    except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
-        folder = arguments.get("dir") or arguments.get("log_dir")
+    except Exception as error:  # noqa: BLE001 - no login, no network: each client has its own
         logger.warning(
-            "%s cannot start online (%s): it writes to %s instead; send the files later with `%s "
-            "sync`",
+            "%s cannot start online (%s): it writes to %s; send it later with `%s sync`",
             *(tracker, redact(str(error)), folder, tracker),
         )
         return start(**arguments, mode="offline")
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics with finite values."""
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _mlflow_name(name: str) -> str:
@@ -283,10 +265,10 @@ def _mlflow_name(name: str) -> str:
 def _as_markdown(rows: Rows) -> str:
     parts = []
     for row in rows:
-        header = ", ".join(
-            f"{name} {value}" for name, value in row.items() if name not in ("prompt", "response")
-        )
-        parts += [f"**{header}**", _fenced(str(row["prompt"])), _fenced(str(row["response"]))]
+        texts = [row["prompt"], row["response"]]
+        facts = {name: row[name] for name in row if name not in ("prompt", "response")}
+        header = ", ".join(f"{name} {value}" for name, value in facts.items())
+        parts += [f"**{header}**", *(_fenced(str(text)) for text in texts)]
     return "\n\n".join(parts)
 
 
