@@ -46,7 +46,7 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
 
 
 def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
-    """Return the weights per token in the layer's gated MLP, or in its router and active experts."""
+    """Return the weights per token in the gated MLP, or in the router and active experts."""
     if not _is_sparse(config, layer):
         return 3 * config.hidden_size * config.intermediate_size
     experts = config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size

@@ -101,7 +101,7 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
 
 
 def show_report(run: Run, folder: Path, verdict: str) -> None:
-    """Show the report, with links to the stages and the path of report.html, which has the plots."""
+    """Show the report, with links to the stages and the path of report.html with the plots."""
     report = unwrapped((folder / REPORT_MARKDOWN).read_text(encoding="utf-8"))
     stages = ", ".join(_link(run, label) for label in run.stages)
     place = f"With plots: {_code(str(folder / REPORT_PAGE))}"

@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 GENERATIONS = "val/generations"  # verl's name for validation responses
 MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
-MLFLOW_BATCH = 100  # parameters per request
-MLFLOW_VALUE_CHARACTERS = 500
 
 Rows = Sequence[Mapping[str, Any]]  # of a generations file
 
@@ -57,6 +55,18 @@ class Client(ABC):
     @abstractmethod
     def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         """Start or continue the run, with the configuration `shown`; sets its url or path."""
+
+    def _start(
+        self, init: Callable[..., Any], record: Record, shown: Mapping[str, Any], **own: Any
+    ) -> Any:
+        """Start a run online; if that fails, offline, for a later sync."""
+        given = {"project": self.project, "name": self.name, "id": record.id, "resume": "allow"}
+        try:
+            return init(**given, config=dict(shown), **own)
+        except Exception as error:  # noqa: BLE001 - no login, no network: each client has its own
+            message = "%s cannot start online (%s): it writes files for a later `%s sync`"
+            logger.warning(message, record.tracker, redact(str(error)), record.tracker)
+            return init(**given, config=dict(shown), **own, mode="offline")
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -108,24 +118,13 @@ class WandB(Client):
     def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         import wandb
 
-        folder = Path(os.environ.get("WANDB_DIR") or self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb
         # Output, code and package lists may contain secrets, and are in the run's folder anyway.
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, silent=True, x_disable_meta=True
         )
-        self._run = _online_or_offline(
-            "wandb",
-            wandb.init,
-            folder,
-            project=self.project,
-            name=self.name,
-            id=record.id,
-            resume="allow",
-            dir=str(folder),
-            config=dict(shown),
-            settings=settings,
-        )
+        folder = _made(os.environ.get("WANDB_DIR") or self.folder)
+        self._run = self._start(wandb.init, record, shown, dir=folder, settings=settings)
         record.url = None if self._run.offline else self._run.url
         record.path = str(Path(self._run.dir).parent.absolute())
 
@@ -133,10 +132,8 @@ class WandB(Client):
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        import wandb
-
         data = [list(row.values()) for row in rows]
-        table = wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
+        table = self._wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
         self._run.log({GENERATIONS: table}, step=step)
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
@@ -152,35 +149,22 @@ class SwanLab(Client):
     def open(self, record: Record, shown: Mapping[str, Any]) -> None:
         import swanlab
 
-        folder = Path(os.environ.get("SWANLAB_LOG_DIR") or self.folder / "swanlog")
-        folder.mkdir(parents=True, exist_ok=True)
+        self._swanlab = swanlab
         settings = swanlab.Settings(
             interactive=False,
             terminal={"proxy_type": "none"},
             probe={"runtime": False, "requirements": False, "git": False, "monitor": False},
         )
-        self._run = _online_or_offline(
-            "swanlab",
-            swanlab.init,
-            folder,
-            project=self.project,
-            name=self.name,
-            id=record.id,
-            resume="allow",
-            log_dir=str(folder),
-            config=dict(shown),
-            settings=settings,
-        )
+        folder = _made(os.environ.get("SWANLAB_LOG_DIR") or self.folder / "swanlog")
+        self._run = self._start(swanlab.init, record, shown, log_dir=folder, settings=settings)
         record.url = self._run.url if self._run.mode == "online" else None
-        record.path = str(folder.absolute())
+        record.path = folder
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        import swanlab
-
-        self._run.log({GENERATIONS: swanlab.Text(_as_markdown(rows))}, step=step)
+        self._run.log({GENERATIONS: self._swanlab.Text(_as_markdown(rows))}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -193,8 +177,9 @@ class MLflow(Client):
         set_defaults(MLFLOW)
         import mlflow
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder / 'mlflow.db'}"
+        self._mlflow = mlflow
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = uri or f"sqlite:///{_made(self.folder)}/mlflow.db"
         mlflow.set_tracking_uri(uri)
         if mlflow.get_experiment_by_name(self.project) is None:
             # Without a server, MLflow would write artifacts to the working directory.
@@ -206,32 +191,24 @@ class MLflow(Client):
             mlflow.start_run(run_id=record.id)
         else:
             record.id = mlflow.start_run(run_name=self.name).info.run_id
-            values = {
-                _mlflow_name(key): str(value)[:MLFLOW_VALUE_CHARACTERS]
-                for key, value in leaves(shown).items()
-            }
-            for first in range(0, len(values), MLFLOW_BATCH):
-                mlflow.log_params(dict([*values.items()][first : first + MLFLOW_BATCH]))
+            values = {_mlflow_name(key): value for key, value in leaves(shown).items()}
+            mlflow.log_params(values)
         if uri.startswith("http"):
             record.url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{record.id}"
         else:
             record.path = uri.removeprefix("sqlite:///").removeprefix("file:")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        import mlflow
-
-        mlflow.log_metrics({_mlflow_name(name): value for name, value in metrics.items()}, step)
+        self._mlflow.log_metrics(
+            {_mlflow_name(name): value for name, value in metrics.items()}, step
+        )
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        import mlflow
-
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        mlflow.log_text(text, f"generations/step_{step}.jsonl")
+        self._mlflow.log_text(text, f"generations/step_{step}.jsonl")
 
     def finish(self) -> None:
-        import mlflow
-
-        mlflow.end_run()
+        self._mlflow.end_run()
 
 
 # Name in train.trackers -> (client class, required modules, packages to install).
@@ -243,18 +220,10 @@ CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
 }
 
 
-def _online_or_offline(
-    tracker: str, start: Callable[..., Any], folder: Path, **arguments: Any
-) -> Any:
-    """Start a run online; if that fails, offline, for a later sync."""
-    try:
-        return start(**arguments)
-    except Exception as error:  # noqa: BLE001 - no login, no network: each client has its own
-        logger.warning(
-            "%s cannot start online (%s): it writes to %s; send it later with `%s sync`",
-            *(tracker, redact(str(error)), folder, tracker),
-        )
-        return start(**arguments, mode="offline")
+def _made(folder: str | Path) -> str:
+    """The absolute path of a folder, which is created."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return str(Path(folder).absolute())
 
 
 def _mlflow_name(name: str) -> str:

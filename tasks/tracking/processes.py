@@ -23,7 +23,7 @@ POLL_SECONDS = 0.1
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for trackers whose client is not installed, with the command to install it."""
+    """Raise ConfigError with the command to install for trackers without their client."""
     find = importlib.util.find_spec
     missing = [name for name in names if not all(map(find, CLIENTS[name][1]))]
     if missing:

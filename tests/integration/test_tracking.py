@@ -47,7 +47,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def track(folder: Path, names: tuple[str, ...]) -> Path:
-    """Track a training at steps 0 to 2, resume it to step 4, and send results; returns its folder."""
+    """Track a training at steps 0 to 2 and, resumed, to 4, and send results; returns its folder."""
     output, recipe = folder / "training", folder / "recipe.yaml"
     keys = {"trackers": names, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
     config = make_config(train=keys, run={"name": "my run"})

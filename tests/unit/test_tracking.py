@@ -1,4 +1,4 @@
-"""Trackers with fake clients: what is sent once, how failures are handled, and what is never sent."""
+"""Trackers with fake clients: what is sent once, how they fail, and what is never sent."""
 
 from __future__ import annotations
 
