@@ -57,7 +57,7 @@ UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errn
 # From mkdir: a file has that name, or the file system is like /proc.
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)
 PROBE_BYTES = 64 * 1024
-LOGS = ".logs"
+LOCKS, LOGS = ".locks", ".logs"
 FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
 _ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")
 _KEY_FOLDER = re.compile(rf"\w+/[0-9a-f]{{{SHORT_KEY_LENGTH}}}")
@@ -101,12 +101,12 @@ class ArtifactStore:
 
     def lock_path(self, stage: str, key: str) -> Path:
         """Returns the lock held while the key is built."""
-        return self.root / ".locks" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.lock"
+        return self.root / LOCKS / f"{stage}-{key[:SHORT_KEY_LENGTH]}.lock"
 
     def check_writable(self) -> None:
         """Writes and removes a small file in the store; raises StoreError if that fails."""
         with self.disk_errors(NO_FOLDER_ERRORS):
-            locks = self.root / ".locks"
+            locks = self.root / LOCKS
             locks.mkdir(parents=True, exist_ok=True)
             probe = locks / f".probe-{platform.node()}-{os.getpid()}"
             try:
@@ -348,7 +348,7 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def _store_locked(self, shared: bool, waiting: str) -> Iterator[None]:
-        path = self.root / ".locks" / "store.lock"
+        path = self.root / LOCKS / "store.lock"
         with contextlib.ExitStack() as lock:
             with self.disk_errors():
                 path.parent.mkdir(exist_ok=True)
@@ -365,10 +365,9 @@ class ArtifactStore:
 def stage_log_of(output: Path) -> Path | None:
     """The log of the stage that writes, or wrote, this folder in a store; None for other folders."""
     key_folder = output.resolve().parent
-    logs = key_folder.parent.parent / LOGS
-    stage, key = key_folder.parent.name, key_folder.name
-    is_in_store = _KEY_FOLDER.fullmatch(f"{stage}/{key}") and logs.is_dir()
-    return logs / f"{stage}-{key}.log" if is_in_store else None
+    store, stage, key = key_folder.parent.parent, key_folder.parent.name, key_folder.name
+    is_in_store = _KEY_FOLDER.fullmatch(f"{stage}/{key}") and (store / LOCKS).is_dir()
+    return ArtifactStore(store).log_path(stage, key) if is_in_store else None
 
 
 def _attempts_in(folder: Path) -> list[Attempt]:

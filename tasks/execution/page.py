@@ -191,7 +191,7 @@ class TrainingProgress:
             ]
             self._table.show(json.dumps(table))
             self._show_generations(last_step)
-        fresh = [row for row in rows if row["wall_time"] >= self._began]
+        fresh = [row for row in rows if row.get("wall_time", 0.0) >= self._began]
         return [self._steps.after(row["step"], row) for row in fresh]
 
     def _show_generations(self, last_step: int) -> None:

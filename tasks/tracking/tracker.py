@@ -109,8 +109,8 @@ class TrackedRun:
         """
         step = row["step"]
         is_first = self._last_seen is None or step <= self._last_seen
-        if is_first and self.record.began != row["wall_time"]:
-            self._begin(row["wall_time"])
+        if is_first and self.record.began != row.get("wall_time"):
+            self._begin(row.get("wall_time"))
         self._last_seen = step
         if step <= self.record.last_step:
             return
@@ -138,7 +138,7 @@ class TrackedRun:
             count, name = len(self._failures), self.record.tracker
             raise TrackerError(f"{count} calls to {name} failed, the first: {self._failures[0]}")
 
-    def _begin(self, began: float) -> None:
+    def _begin(self, began: float | None) -> None:
         if self.record.began is not None:
             self._close()
             self.record = Record(self.record.tracker)
@@ -161,8 +161,9 @@ class TrackedRun:
             self._client = None
 
     def _save(self) -> None:
-        text = json.dumps(asdict(self.record), indent=2) + "\n"
-        write_atomically(record_path(self.folder, self.record.tracker), text)
+        path = record_path(self.folder, self.record.tracker)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(self.record), indent=2) + "\n")
 
     def _try(self, call: Callable[[], None]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import threading
 import time
@@ -10,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, generations_file
 from dapo_core.checkpoint.resume import lock_checkpoints
 from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import MetricsLog
+from flows.cli import app
 from flows.config import Config
-from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.execution.command import link_log
+from tasks.links import link_of
+from tasks.runs.history import read_run, training_folder
 from tasks.runs.report import results_of, send_report
+from tasks.runs.run import Run, current_stage
 from tasks.tracking import processes
 from tasks.tracking.clients import CLIENTS, Client, Record, Rows
 from tasks.tracking.processes import Trackers, require_trackers, tracking
@@ -30,7 +37,7 @@ from tasks.tracking.tracker import (
 )
 from tests.configs import make_config
 from tests.processes import python, wait_until
-from tests.recorded_runs import record_run, small_config
+from tests.recorded_runs import STEP, Outcome, produce, record_run, small_config
 
 
 class Recording(Client):
@@ -227,6 +234,38 @@ def test_results_of_one_benchmark_and_of_a_suite() -> None:
     assert results["eval/gsm8k/p_holm"] == 0.02
     assert results["eval/pooled/after"] == 0.25
     assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
+
+
+def test_a_run_is_sent_with_its_results_and_its_output_does_not_change(
+    recording: type[Recording], tmp_path: Path
+) -> None:
+    run = record_run(small_config(tmp_path / "store", "train.trackers=[wandb]"))
+    training = run.stages["train_policy"]
+    for _ in range(2):
+        words = ["track", str(run.folder), "--tracker", "wandb"]
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert [call[0] for call in recording.calls] == ["open", "log", "results", "finish"]
+    assert recording.calls[1] == ("log", 1, STEP)
+    assert recording.calls[2][2]["eval/arithmetic/after"] == 0.75
+    assert run.store.check("train_policy", training.key), "still as its manifest says"
+    assert tracked_runs(Path(training.artifact)) == ["wandb https://tracker/run"]
+
+
+def test_the_training_of_a_run_in_progress_is_found(tmp_path: Path) -> None:
+    run = Run.start(small_config(tmp_path / "store"))
+    with pytest.raises(StoreError, match="has no training yet"):
+        training_folder(read_run(run.folder))
+    key = link_of(run.config, "train_policy").key(
+        *produce(run, Outcome(), ("prepare_data", "fetch_model")).values()
+    )
+
+    def build(folder: Path) -> dict[str, Any]:
+        current_stage.set("train_policy")
+        link_log(run, run.store.log_path(key.stage, key.key))
+        assert training_folder(read_run(run.folder)) == folder
+        return {}
+
+    contextvars.copy_context().run(run.store.produce, key, build)
 
 
 def test_a_run_sends_results_unless_everything_is_cached(
