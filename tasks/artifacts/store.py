@@ -363,7 +363,7 @@ class ArtifactStore:
 
 
 def stage_log_of(output: Path) -> Path | None:
-    """The log of the stage that writes, or wrote, this folder in a store; None for other folders."""
+    """The log of the stage whose output this folder in a store is; None for other folders."""
     key_folder = output.resolve().parent
     store, stage, key = key_folder.parent.parent, key_folder.parent.name, key_folder.name
     is_in_store = _KEY_FOLDER.fullmatch(f"{stage}/{key}") and (store / LOCKS).is_dir()
