@@ -1,6 +1,6 @@
 """Compares CPU seconds of the reward pool with decoding and scoring whole responses.
 
-    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo]
+    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source NAME]
 
 The baseline decodes the whole response and applies the rule, like a plain reward function. The
 pool's time includes any processes it starts. Fails if scores differ or the ratio is below the

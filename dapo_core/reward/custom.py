@@ -31,27 +31,21 @@ def require_function(
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree, symbols = (
-            ast.parse(text, str(path)),
-            symtable.symtable(text, str(path), "exec").get_symbols(),
-        )
+        tree = ast.parse(text, str(path))
+        symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
         raise ConfigError(
             f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that "
-            "defines "
-            f"{name}({', '.join(PARAMETERS)})"
+            f"defines {name}({', '.join(PARAMETERS)})"
         ) from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
     names = sorted(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
     if name not in names:
-        found = (
-            f"defines {', '.join(names)} at top level, not {name}"
-            if names
-            else f"does not define {name}"
-        )
-        setting = f"{keys[1]}={f'{path}:' if keys[0] == keys[1] else ''}{names[0] if len(names) == 1 else 'NAME'}"
-        raise ConfigError(f"{path} {found}; rename the scoring function or set {setting}")
+        found = f"defines {', '.join(names)} at top level, not" if names else "does not define"
+        file = f"{path}:" if keys[0] == keys[1] else ""
+        setting = f"{keys[1]}={file}{names[0] if len(names) == 1 else 'NAME'}"
+        raise ConfigError(f"{path} {found} {name}; rename the scoring function or set {setting}")
     for function in tree.body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
             _require_parameters(path, function)
@@ -62,14 +56,10 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
     signature = function.args
     named = {argument.arg for argument in (*signature.args, *signature.kwonlyargs)}
     num_required = len(signature.args) - len(signature.defaults)
-    required = {
-        argument.arg for argument in (*signature.posonlyargs, *signature.args[:num_required])
-    }
-    required |= {
-        argument.arg
-        for argument, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
-        if default is None
-    }
+    keywords = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+    obligatory = [*signature.posonlyargs, *signature.args[:num_required]]
+    obligatory += [argument for argument, default in keywords if default is None]
+    required = {argument.arg for argument in obligatory}
     is_missing = not signature.kwarg and not named.issuperset(PARAMETERS)
     if is_missing or not required.issubset(PARAMETERS):
         raise ConfigError(
@@ -94,7 +84,7 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
         else:
             assert function is not None
             result = call_function(function, runner, arguments)
-        answer = None if result.answer is None else result.answer[:MAX_ANSWER_CHARACTERS]
+        answer = result.answer and result.answer[:MAX_ANSWER_CHARACTERS]
         return result.value, result.verdict, answer, result.acc
 
     return score

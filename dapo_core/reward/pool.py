@@ -106,9 +106,8 @@ class RewardPool:
 
     def submit(self, key: str, request: ScoreRequest) -> None:
         """Queue a response; `finished` returns its score with `key`. May raise DataError."""
-        name = (
-            None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
-        )
+        is_custom = self.custom.path is not None
+        name = None if is_custom else scorer_name(request.data_source, self._routes)
         scorer = None if name is None else self._scorers[name]
         response_ids = request.response_ids
         if scorer is not None and not scorer.reads_thinking:
@@ -132,11 +131,10 @@ class RewardPool:
         scores, self._done = self._done, []
         while self._pending:
             try:
-                scores.append(
-                    self._score(self._replies.get(timeout=0.0 if scores else max_seconds))
-                )
+                reply = self._replies.get(timeout=0.0 if scores else max_seconds)
             except queue.Empty:
                 break
+            scores.append(self._score(reply))
         return scores
 
     def close(self) -> None:
@@ -150,9 +148,8 @@ class RewardPool:
         try:
             return pending.key, Score(*reply.result())
         except CallTimedOut:
-            self._log_failure(
-                pending, f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}"
-            )
+            seconds = f"{self.reward.timeout_seconds:g}"
+            self._log_failure(pending, f"took longer than reward.timeout_seconds={seconds}")
             return pending.key, Score(0.0, "timeout")
         except CallFailed as error:
             self._log_failure(pending, str(error))
@@ -161,22 +158,15 @@ class RewardPool:
             raise self._start_error(error) from None
 
     def _start_error(self, error: StartFailed) -> RewardError | RolloutError:
-        file_hint = (
-            ""
-            if self.custom.path is None
-            else f"; fix the file custom_reward.path={self.custom.path}"
-        )
+        path = self.custom.path
+        hint = "" if path is None else f"; fix the file custom_reward.path={path}"
         if error.failure is not None:
-            return RewardError(f"the scorer cannot be loaded{file_hint}:\n{error.failure}")
-        if self.custom.path is not None and error.exit_code != -signal.SIGKILL:
-            return RewardError(
-                f"a scoring process {error} while loading the scorer; its output is in the "
-                f"log{file_hint}"
-            )
+            return RewardError(f"the scorer cannot be loaded{hint}:\n{error.failure}")
+        process = f"a scoring process {error}, before it could score; its output is in the log"
+        if path is not None and error.exit_code != -signal.SIGKILL:
+            return RewardError(f"{process}{hint}")
         return RolloutError(
-            f"a scoring process {error} before it could score; its output is in the log. The "
-            "kernel kills "
-            "processes when memory runs out: lower "
+            f"{process}. The kernel kills processes when memory runs out: lower "
             f"reward.num_processes={self.reward.num_processes}"
         )
 
@@ -184,16 +174,7 @@ class RewardPool:
         self._num_failures_logged += 1
         if self._num_failures_logged > MAX_FAILURES_LOGGED:
             return
-        last = (
-            ""
-            if self._num_failures_logged < MAX_FAILURES_LOGGED
-            else " (later ones are counted, not logged)"
-        )
-        logger.warning(
-            "scoring %s of data_source %s %s%s; the response ends in %r",
-            pending.key,
-            pending.data_source,
-            problem,
-            last,
-            pending.end,
-        )
+        is_last = self._num_failures_logged == MAX_FAILURES_LOGGED
+        problem += " (later ones are counted, not logged)" if is_last else ""
+        message = "scoring %s of data_source %s %s; the response ends in %r"
+        logger.warning(message, pending.key, pending.data_source, problem, pending.end)

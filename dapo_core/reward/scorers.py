@@ -35,9 +35,7 @@ class Score:
     value: float
     verdict: Verdict
     answer: str | None = None
-    acc: float = (
-        0.0  # for the filter metric `acc`: 1 if right, else 0, or a user scorer's own number
-    )
+    acc: float = 0.0  # the filter metric: 1 if right, else 0, or a user scorer's own number
 
 
 def score_math(response: str, ground_truth: str) -> Score:
@@ -65,9 +63,8 @@ def _equal(answer: str | None, ground_truth: str, normalize: Callable[[str], str
 
 
 def _graded(is_right: bool, answer: str, right: float = 1.0, wrong: float = -1.0) -> Score:
-    return Score(
-        right if is_right else wrong, "right" if is_right else "wrong", answer, float(is_right)
-    )
+    verdict: Verdict = "right" if is_right else "wrong"
+    return Score(right if is_right else wrong, verdict, answer, float(is_right))
 
 
 def score_gsm8k(response: str, ground_truth: str) -> Score:
@@ -222,7 +219,6 @@ def overlong_penalty(
     """
     if not overlong.enabled:
         return 0.0
-    excess = (
-        max(num_tokens - (max_response_tokens - overlong.buffer_tokens), 0) / overlong.buffer_tokens
-    )
+    num_free = max_response_tokens - overlong.buffer_tokens
+    excess = max(num_tokens - num_free, 0) / overlong.buffer_tokens
     return -overlong.penalty_factor * (min(excess, 1.0) if is_clamped else excess)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 # character leaves at most 3 bytes, each decoded to a replacement character; the rest is for
 # decoders that strip the first space or join punctuation to the preceding word.
 _CUT_CHARACTERS = 16
+_BYTE_TOKEN = re.compile(r"<0x..>")
 _SPARE = 1.15  # decode more tokens than estimated, since a second decode costs more
 
 
@@ -23,9 +25,8 @@ class TailDecoder:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         added = tokenizer.get_added_vocab()
         self._thinking_ids = (added.get("<think>"), added.get("</think>"))
-        self._characters_per_token = (
-            3.0  # of the last response; English has 4, Chinese and digits 1 to 2
-        )
+        # Of the last response; English has 4, Chinese and digits 1 to 2.
+        self._characters_per_token = 3.0
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
         """Return the last `num_characters` (None: all) of the response's text without special
@@ -57,11 +58,10 @@ class TailDecoder:
             return response_ids
         if end in response_ids:
             response_ids = response_ids[len(response_ids) - response_ids[::-1].index(end) :]
-        elif (
-            next((token for token in reversed(prompt_ids) if token in self._thinking_ids), end)
-            == begin
-        ):
-            return ()
+        else:
+            tags = (token for token in reversed(prompt_ids) if token in self._thinking_ids)
+            if next(tags, end) == begin:
+                return ()
         return () if begin in response_ids else response_ids
 
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
@@ -71,20 +71,13 @@ class TailDecoder:
         Their decoder discards a whole run if one byte of it is invalid. A run may contain special
         tokens, which are skipped.
         """
-        while start > 0 and (
-            response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])
-        ):
+        while start > 0 and self._is_byte_or_special(response_ids[start]):
             start -= 1
         return start
 
-    def _is_byte_token(self, token_id: int) -> bool:
-        token = self.tokenizer.convert_ids_to_tokens(token_id)
-        return (
-            isinstance(token, str)
-            and len(token) == 6
-            and token.startswith("<0x")
-            and token.endswith(">")
-        )
+    def _is_byte_or_special(self, token_id: int) -> bool:
+        token = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        return token_id in self._special_ids or _BYTE_TOKEN.fullmatch(token) is not None
 
     def _text(self, response_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))

@@ -193,7 +193,7 @@ def _without(text: str, expressions: tuple[str, ...]) -> str:
 
 
 def _unwrapped(text: str, opening: str, closing: str, kept: str = r"\1") -> str:
-    """Replace each `opening ... closing` by its content, or by `kept`; the nearest closing ends it."""
+    """Replace each `opening ... closing` (the nearest one) by its content, or by `kept`."""
     pattern, end = _between(text, opening, closing)
     return re.sub(pattern, kept, text[:end], flags=re.DOTALL) + text[end:]
 

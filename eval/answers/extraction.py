@@ -29,11 +29,13 @@ _BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 _MACRO = re.compile(r"\\(?:boxed|fbox|framebox)")
 _BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
 _CUE = re.compile(
-    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}(?:\#{1,4}|\*\*)\W{0,4}(?:final\ )?answer\b\W{0,4}$ | (?<!\S)\#{4}\s
+    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}(?:\#{1,4}|\*\*)\W{0,4}(?:final\ )?answer\b\W{0,4}$
+    | (?<!\S)\#{4}\s
     | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
       (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
       | \s+is\b(?:\s*[:：])?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
-    | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]? | (?:因此|所以|故)答?选\s*[:：]? )""",
+    | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]?
+    | (?:因此|所以|故)答?选\s*[:：]? )""",
     re.MULTILINE,
 )
 _SENTENCE_END = re.compile(
@@ -50,7 +52,8 @@ _COMMANDS = re.compile(
 _STATES = re.compile(
     r"""(?ix)(?:\b(?:is|are|be|equals?|gives?|gets?|takes?|becomes?|needs?|has|have)\b
     |(?<=[\u4e00-\u9fff$])[是为有]|(?<=[A-Za-z])[是为](?=[\s\d$\\]))
-    (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|given\ by)\b)*(?:\s*:)?"""
+    (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|given\ by)\b)*
+    (?:\s*:)?"""
 )
 _REASON = re.compile(
     r"(?i)^\s*(?:since|because|as|if|when)\b[^,]*,|,?\s+(?:because|since|where)\b.*$", re.DOTALL

@@ -77,9 +77,7 @@ class Gradable(Protocol):
 class Grader:
     """Grades responses one at a time, from any thread. Use as a context manager."""
 
-    rule: (
-        str  # name and version, stored with every result so that rows of different rules never mix
-    )
+    rule: str  # name and version, stored with every result: rows of different rules never mix
     num_killed = 0  # rows graded wrong because they exceeded a time or memory limit
 
     def __enter__(self) -> Self:
@@ -144,8 +142,9 @@ class ScorerGrader(Grader):
     """Grades with a training scorer: right if `acc`, by default the score, is at least 1.
 
     The scorer runs in killable processes and sees what it sees in training: the whole text,
-    including thinking that the server left in it. Its extra_info also has the `problem`. A call that fails or times out is graded wrong
-    and counted. A scorer whose first 16 calls all fail is not called again.
+    including thinking that the server left in it. Its extra_info also has the `problem`. A call
+    that fails or times out is graded wrong and counted. A scorer whose first 16 calls all fail is
+    not called again.
     """
 
     def __init__(self, pool: Pool, scorer: str | None, rule: str) -> None:

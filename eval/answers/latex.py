@@ -139,7 +139,7 @@ def clean(text: str) -> str:
     """Return the answer in plain notation, or '' if it is too long to parse."""
     if len(text) > MAX_ANSWER_CHARS:
         return ""
-    text = _without_outer_braces(text.strip())
+    text = without_outer_braces(text.strip())
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
     text = re.sub(
         f"[{''.join(map(chr, _SUPERSCRIPTS))}]+",
@@ -187,7 +187,8 @@ def clean(text: str) -> str:
     return _trim(text)
 
 
-def _without_outer_braces(text: str) -> str:
+def without_outer_braces(text: str) -> str:
+    """Strip braces around the whole text."""
     while text.startswith("{"):
         inner, end = _argument(text, 0)
         if end < len(text) or not text.endswith("}"):

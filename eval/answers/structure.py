@@ -29,7 +29,7 @@ from eval.answers.answers import (
     region_of_inequality,
 )
 from eval.answers.expression import Node, parse_expression
-from eval.answers.latex import clean
+from eval.answers.latex import clean, without_outer_braces
 from eval.answers.numeric import variables
 from eval.answers.units import split_unit
 
@@ -41,18 +41,22 @@ _RELATION = "=<≤>≥≠∈≡"
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NAME = re.compile(
     r"""(?:[A-Za-z]|\\[a-zA-Z]+)\s*(?:_\s*(?:\{[^{}]*\}|\S))?\s*(?:'*|\^\s*\{\s*-1\s*\})\s*(?:\([^()]*\)|\[[^\[\]]*\])?
-    |(?:m\s*)?\\(?:angle|triangle)[\s{]*[A-Z ]+[}\s]* | \|?\\?(?:overline|overrightarrow)?[\s{]*[A-Z]{2,5}[}\s]*\|?
-    |\[\s*[A-Z ]+\] | "[^"]*"(?:\s*\([^()]*\))? | \(\s*[a-zA-Z\\]+\s*(?:,\s*[a-zA-Z\\]+\s*)+\) | [A-Za-z]\s*"[^"]*"
+    |(?:m\s*)?\\(?:angle|triangle)[\s{]*[A-Z ]+[}\s]*
+    | \|?\\?(?:overline|overrightarrow)?[\s{]*[A-Z]{2,5}[}\s]*\|?
+    |\[\s*[A-Z ]+\] | "[^"]*"(?:\s*\([^()]*\))?
+    | \(\s*[a-zA-Z\\]+\s*(?:,\s*[a-zA-Z\\]+\s*)+\) | [A-Za-z]\s*"[^"]*"
     |[a-z](?:\s*[-+*]?\s*[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
     |(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*\{?\(?(?:[A-Za-z]|\\(?:angle)?\s*[A-Za-z]*)\)?\}?)
     |(?:[a-z]\s*\^\s*\{?\d\}?\s*[+]\s*)+[a-z]\s*\^\s*\{?\d\}? | \|[a-z](?:\s*[-+]\s*[a-z])?\|
-    |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*[/:]\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
+    |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\}
+    | [A-Z]{1,3}\s*[/:]\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
     re.VERBOSE,
 )
 # "the answer is" before an answer; a reason, a condition or the range of an index after it.
 _REMARKS = re.compile(
     r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s*
-    | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
+    | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s*
+    | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
     | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
 _AROUND = r'[\s".(){}]*'
@@ -62,7 +66,8 @@ _EMPTY = re.compile(
     rf"|∅|⦃ *⦄|无解){_AROUND}"
 )
 _ALL_REALS = re.compile(
-    rf"(?i){_AROUND}(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数){_AROUND}"
+    rf"(?i){_AROUND}(all( the)? real( number)?s?( numbers?)?|ℝ|any real number"
+    rf"|全体实数|所有实数){_AROUND}"
 )
 
 
@@ -91,7 +96,7 @@ def read_as_list(plain: str) -> Answer:
 
 def read(plain: str, nesting: int = 0) -> Answer:
     """Parse plain notation."""
-    plain = _without_outer_braces(_REMARKS.sub("", plain).strip())
+    plain = without_outer_braces(_REMARKS.sub("", plain).strip())
     if nesting > MAX_NESTING or not plain:
         return Words(plain)
     parts, joiners = split_top(plain)
@@ -103,12 +108,6 @@ def read(plain: str, nesting: int = 0) -> Answer:
     ):
         return Words(plain)
     return _combined(items, "or" in joiners)
-
-
-def _without_outer_braces(plain: str) -> str:
-    while plain.startswith("{") and plain.endswith("}") and _closing(plain, 0) == len(plain) - 1:
-        plain = plain[1:-1].strip()
-    return plain
 
 
 def _closing(text: str, start: int) -> int:
@@ -197,7 +196,7 @@ def read_date(text: str) -> datetime.date | None:
 
 def read_one(text: str, nesting: int) -> Answer:
     """Parse text that is not a list."""
-    text = _without_outer_braces(text.strip())
+    text = without_outer_braces(text.strip())
     if not text:
         return Words(text)
     if _EMPTY.fullmatch(text):

@@ -52,7 +52,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float("nan")
     if what == "await":
         return later()
-    return {"score": len(solution_str), "acc": solution_str == ground_truth, "pred": str(extra_info.get("index"))}
+    score, acc = len(solution_str), solution_str == ground_truth
+    return {"score": score, "acc": acc, "pred": str(extra_info.get("index"))}
 async def later():
     await asyncio.sleep(0)
     return 0.25

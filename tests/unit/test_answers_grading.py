@@ -1,4 +1,4 @@
-"""The exact rule on a labelled table, AISBench's rule on hand-computed verdicts, and both together."""
+"""The exact rule on labelled tables, and AISBench's on verdicts computed by hand."""
 
 from __future__ import annotations
 

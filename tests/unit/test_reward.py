@@ -304,7 +304,7 @@ def test_a_bad_entry_of_reward_scorers_is_named(entries: tuple[str, ...], messag
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
     with pytest.raises(
         DataError,
-        match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*data_source .*reward\.scorers",
+        match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*reward\.scorers",
     ):
         require_scorers({"arithmetic", "gsm9k"}, RewardConfig(), CustomRewardConfig())
     with pytest.raises(DataError, match=r"'math_boxed' has no scorer; use exact instead"):
