@@ -328,7 +328,7 @@ def print_run(
 
 
 def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
-    """Print what a collection removes, what it keeps and why, and the total bytes."""
+    """Print what a collection removed or would remove, what it kept and why, and the bytes."""
     table = Table(
         Column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH),
         Column("stage", no_wrap=True),

@@ -77,7 +77,7 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
 
 
 def make_rows(items: list[Item], outcomes: str) -> list[Row]:
-    """Make rows from `outcomes`: a group of letters per item, or without spaces a letter per item."""
+    """Make rows from `outcomes`: a group of letters per item, or one letter without spaces."""
     groups = (
         outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
     )

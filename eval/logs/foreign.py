@@ -237,7 +237,7 @@ def _messages(prompt: Any) -> Prompt:
 
 
 def _read_inspect(content: Mapping[str, Any]) -> Log:
-    """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` converts .eval files."""
+    """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` makes one."""
     about = content["eval"]
     settings = content.get("plan", {}).get("config", {})
     sampling = Sampling(

@@ -77,7 +77,7 @@ def find_suite(name: str) -> tuple[str, ...]:
 def read_as(
     path: Path, rows: Sequence[Row], known: ProblemSet
 ) -> list[tuple[dict[str, Any], Problem]]:
-    """The first rows as read by a registered set, with their problems; empty if a row does not fit."""
+    """The first rows and problems as read by a registered set; empty if a row does not fit."""
     try:
         tried = list(problems_of(path, [rows] if rows else [], known.schemas))
     except ProblemsError:
@@ -351,7 +351,7 @@ _READINGS = ("labels", "texts", "indices")
 
 
 def _readings(problem: Problem, options: _Options) -> dict[str, int]:
-    """Return the index of the right option under each reading that fits; integers never name texts."""
+    """Return the right option's index under each reading that fits; integers never name texts."""
     names = {
         "labels": options.labels,
         "texts": options.texts,

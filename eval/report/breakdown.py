@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths. `histogram[side][i]` counts lengths from `edges[i]` up to `edges[i + 1]`."""
+    """Response lengths. `histogram[side][i]` counts those from `edges[i]` to `edges[i + 1]`."""
 
     unit: Literal["tokens", "characters"]
     quantiles: dict[str, dict[str, float]]  # side -> {"5", ..., "95", "mean", "max"}

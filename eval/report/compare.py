@@ -45,7 +45,7 @@ MAX_RESPONSE_CHARS = 6000  # of a response or thinking in a report
 
 
 class ComparisonError(InputError):
-    """Two evaluations cannot be paired: their items, prompts, sampling settings or graders differ."""
+    """Two evaluations cannot be paired: items, prompts, sampling settings or graders differ."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Comparison:
 
 
 def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
-    """Load and compare two results directories. Raises ResultsError if an evaluation is unfinished."""
+    """Load and compare two results directories. Raises ResultsError if one is unfinished."""
     return compare_evaluations(load_evaluation(before_dir), load_evaluation(after_dir))
 
 

@@ -49,7 +49,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Outcome of a gate. `is_passed` is None if its column was not measured: nothing can be said."""
+    """Outcome of a gate. `is_passed` is None if its column was not measured."""
 
     gate: str
     unit: str

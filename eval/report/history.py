@@ -89,7 +89,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Series:
-    """Comparable points, oldest first. `to_previous` and `to_first` hold None for the first point."""
+    """Comparable points, oldest first. `to_previous` and `to_first` begin with None."""
 
     benchmark: str
     points: tuple[Point, ...]
@@ -106,7 +106,7 @@ class Series:
 
     @property
     def newest(self) -> str:
-        """A sentence comparing the newest run with the previous and the first; "" for a single run."""
+        """A sentence comparing the newest run with the previous and first; "" for a single run."""
         changes = {"the previous run": self.to_previous[-1], "the first run": self.to_first[-1]}
         if len(self.points) == 2:
             changes.pop("the first run")

@@ -1,4 +1,4 @@
-"""Template rendering: number formats, Markdown tables, HTML pages that run only the bundled script."""
+"""Template rendering: number formats, Markdown tables, HTML pages with one bundled script."""
 
 from __future__ import annotations
 

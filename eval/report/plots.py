@@ -156,7 +156,7 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
-    """Both accuracies with 95 % intervals: overall and by level, then by subject if there are any."""
+    """Both accuracies with 95 % intervals: overall and by level, then by subject if any."""
     groups: dict[str, dict[str, BothSides]] = {"level": {"all": (before, after)}, "subject": {}}
     for key, group in before.by_level.items():
         groups["level"][f"level {key}"] = (group, after.by_level[key])
@@ -268,7 +268,7 @@ def history_plot(
 
 
 def suite_plots(report: Mapping[str, Any]) -> list[str]:
-    """Plots of a suite: each benchmark's change and, with baselines, the accuracies of every model."""
+    """Plots of a suite: each benchmark's change and, with baselines, every model's accuracy."""
     rows, pooled = report["benchmarks"], report["pooled"]
     names = [row["name"] for row in rows]
     changes = {

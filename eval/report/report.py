@@ -80,7 +80,7 @@ def write_pages(report: Mapping[str, Any], page: str, output_dir: str | Path) ->
 def make_report(
     comparison: Comparison, steps: Steps, provenance: Provenance = UNKNOWN
 ) -> dict[str, Any]:
-    """Content of report.json: the comparison with its verdict in words, the training and the run."""
+    """Content of report.json: the comparison, its verdict in words, the training and the run."""
     fields = asdict(comparison)
     flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
     num_lost, num_gained = fields.pop("b"), fields.pop("c")

@@ -141,7 +141,7 @@ def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
 
 
 def problem_digests(evaluation: Evaluation) -> dict[str, str]:
-    """{item: digest of its problem, without the prompt template and with normalized white space}."""
+    """{item: digest of its problem, without the template and with normalized white space}."""
     text = (evaluation.settings.get("prompt_template") or {"text": PLACE})["text"]
     before, _, after = text.partition(PLACE)
     return {

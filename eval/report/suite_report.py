@@ -258,7 +258,7 @@ class _Column:
         return compare_suite(self.pairs[side])
 
     def content(self) -> dict[str, Any]:
-        """Entry in report.json: `before` and `after` hold the change from this model to that side."""
+        """Entry in report.json: `before` and `after` hold the change from this model."""
         sides = {side: _content(self.comparison(side)) for side in self.pairs}
         return {"name": self.name, "model": self._model, "missing": self.missing, **sides}
 
@@ -410,7 +410,7 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
 
 
 def last_night_verdict(compared: SuiteComparison) -> str:
-    """Whether the trained model is better or worse than last night's, naming benchmarks that fell."""
+    """Whether the model is better or worse than last night's, naming benchmarks that fell."""
     pooled = compared.pooled
     words = "better" if pooled.difference > 0 else "WORSE"
     words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"

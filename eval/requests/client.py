@@ -112,7 +112,7 @@ class Connection:
         return self._connector.opened_at
 
     async def answer(self, item: Item, sampling: Sampling, sample: int = 0) -> Answer:
-        """Generate a response to an item, or rank its options if it has any. Raises RequestError."""
+        """Generate a response to an item, or rank its options if any. Raises RequestError."""
         if item.options:
             return await self.rank(str(item.prompt), item.options, sampling)
         return await self.generate(item.prompt, sampling, sample)

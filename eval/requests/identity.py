@@ -1,4 +1,4 @@
-"""Identifies the weights behind a served name, to make sure that an evaluation measures one model."""
+"""Identifies the weights behind a served name, so that an evaluation measures one model."""
 
 from __future__ import annotations
 

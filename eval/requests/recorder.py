@@ -295,7 +295,7 @@ def _resume(
 def _refuse_foreign(
     output_dir: Path, rows: Mapping[RowKey, Row], expected: Mapping[RowKey, Item]
 ) -> None:
-    """Raise ResultsError for rows of other items, samples or prompts, which only editing can add."""
+    """Raise ResultsError for rows of other items, samples or prompts: someone edited them."""
     foreign = [
         row
         for key, row in rows.items()

@@ -211,7 +211,7 @@ class Evaluation:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of settings and rows, unique to a measurement because rows contain request times."""
+        """SHA-256 of settings and rows, unique to a measurement: rows contain request times."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
             fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
@@ -344,7 +344,7 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def make_folder(path: str | Path) -> Path:
-    """Create the folder if missing. Raises ResultsError on failure, such as a file with its name."""
+    """Create the folder if missing. Raises ResultsError, as for a file with its name."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

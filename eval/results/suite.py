@@ -84,7 +84,7 @@ def require_single(folder: Path) -> None:
 
 
 def write_suite(folder: Path, members: Sequence[Member], headline: str) -> None:
-    """Write suite.json. Raises ResultsError if the folder holds the results of a single benchmark."""
+    """Write suite.json. Raises ResultsError if the folder holds a single benchmark."""
     if is_single(folder):
         raise ResultsError(
             f"{folder} holds the evaluation of one benchmark; choose another --output for a suite"

@@ -1,4 +1,4 @@
-"""Statistics of one evaluation, as in summary.json: avg@k, pass@k, maj@k, thinking, token limits."""
+"""Statistics of one evaluation, as in summary.json: avg@k, pass@k, maj@k, token limits."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
-    """Group rows by `level` or `subject` in natural order (2 before 10), skipping rows without one."""
+    """Group rows by `level` or `subject` in natural order (2 before 10), skipping others."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if (key := getattr(row, field)) is not None:

@@ -45,7 +45,7 @@ def evaluate(
     base_url: Annotated[
         list[str],
         typer.Option(
-            help="URL of an OpenAI-compatible server; repeat it for several servers of the same model."
+            help="URL of an OpenAI-compatible server; repeat it for several of the same model."
         ),
     ],
     output: Annotated[
@@ -61,21 +61,21 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE|SOURCE",
-            help="Parquet, jsonl, json, csv or arrow; or hf:ORG/NAME@REVISION/FILE, modelscope:..., "
+            help="Parquet, jsonl, json, csv or arrow; hf:ORG/NAME@REVISION/FILE, modelscope:..., "
             "https://...#sha256=DIGEST. Registered datasets have a default source.",
         ),
     ] = None,
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Benchmarks to run together, each into its own folder in --output; dapo datasets lists suites."
+            help="Benchmarks to run together, each into its folder; dapo datasets lists suites."
         ),
     ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Recipe whose `evaluate` section to use, with its benchmarks unless others are given."
+            help="Recipe whose `evaluate` section and benchmarks to use unless others are given."
         ),
     ] = None,
     overrides: SetOption = None,
@@ -174,9 +174,9 @@ def grade(
         Path,
         typer.Argument(
             metavar="RESULTS",
-            help="Results folder of dapo eval (benchmark or suite), or a results.jsonl; with --output, "
-            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's predictions: file "
-            "or folder.",
+            help="Results folder of dapo eval (benchmark or suite), or a results.jsonl; with "
+            "--output, lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's "
+            "predictions: file or folder.",
         ),
     ],
     output: Annotated[
@@ -226,7 +226,7 @@ def export(
         ),
     ],
 ) -> None:
-    """Export an evaluation as a log of inspect_ai or lm-eval; dapo grade --output imports either."""
+    """Export an evaluation as inspect_ai's or lm-eval's log; dapo grade --output imports it."""
     from eval.logs.exported import export_inspect, export_lm_eval
     from eval.results.rows import load_evaluation
     from eval.results.suite import read_suite
@@ -240,7 +240,7 @@ def export(
 
 
 @app.command(
-    epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report",
+    epilog="Example: dapo report --before before --after after --output report",
     short_help="Compare two evaluations and write the report.",
 )
 def report(
@@ -285,8 +285,8 @@ def _compare(
 
 
 @app.command(
-    epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history; "
-    "dapo compare verl.log latest --output trainings",
+    epilog="Example: dapo compare before after; dapo compare latest~1 latest; "
+    "dapo compare --history; dapo compare verl.log latest --output trainings",
     short_help="Compare evaluations, runs, or training logs.",
 )
 def compare(
@@ -294,10 +294,10 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="SIDE",
-            help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or end), or "
-            "latest, latest~1. With --history, any number; default: every run in the store. To "
-            "compare trainings: "
-            "any number of runs and logs (a metrics file, or a console log of verl or MindSpeed).",
+            help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or "
+            "end), or latest, latest~1. With --history, any number; default: every run in the "
+            "store. To compare trainings: any number of runs and logs (a metrics file, or a "
+            "console log of verl or MindSpeed).",
         ),
     ] = None,
     is_history: Annotated[
@@ -309,7 +309,7 @@ def compare(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for report.json, report.md and report.html; or history.html; or trainings.html."
+            help="Folder for report.json, .md and .html; or history.html; or trainings.html."
         ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,

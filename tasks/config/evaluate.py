@@ -331,7 +331,7 @@ class EvaluateConfig(Section):
         return self.headline or next(iter(self.named), "")
 
     def steps(self, total_steps: int) -> tuple[int, ...]:
-        """The steps of `checkpoints`; "every N" excludes the last step, which is evaluated anyway."""
+        """The steps of `checkpoints`; "every N" excludes the last, which is evaluated anyway."""
         if not isinstance(self.checkpoints, str):
             return self.checkpoints
         every = int(self.checkpoints.removeprefix("every "))

@@ -216,7 +216,7 @@ def _identity(server: Endpoint, terms: ServedBy) -> tuple[str, list[tuple[str, i
 
 
 def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client:
-    """An HTTP client with the server's API key; ignores proxy settings for servers on this machine."""
+    """An HTTP client with the server's API key; local servers are reached without a proxy."""
     api_key = server.api_key or ""
     if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's error would quote it
         raise ServeError(

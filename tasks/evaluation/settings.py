@@ -52,7 +52,7 @@ def benchmark_of(
     name: str,
     model_folder: Path | None,
 ) -> Benchmark:
-    """A benchmark with the sampling and grader of the settings; `model_folder` as in `sampling_of`."""
+    """A benchmark with the settings' sampling and grader; `model_folder` as in `sampling_of`."""
     sampling, grader = sampling_of(settings, model_folder), grader_for(settings)
     return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader)
 

@@ -94,7 +94,7 @@ def _may_continue(store: ArtifactStore, run: RecordedRun) -> bool:
 
 
 def _traces(store: ArtifactStore, run: RecordedRun) -> Iterator[Path]:
-    """Paths that change while the run is in progress: its record, and the attempts of its commands."""
+    """Paths that change while the run is in progress: its record and its attempts."""
     yield run.folder / RECORD_FILE
     for link in filter(Path.is_symlink, run.folder.glob("*.log")):
         stage, _, key = link.readlink().stem.rpartition("-")

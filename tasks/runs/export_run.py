@@ -241,7 +241,7 @@ def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
 def _header(
     run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None
 ) -> str:
-    """The front matter, with scores of named benchmarks only, since a score must name its dataset."""
+    """The front matter, with scores of named benchmarks, since a score names its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
     settings = report["settings"]

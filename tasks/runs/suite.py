@@ -98,7 +98,7 @@ def _with_stored(store: ArtifactStore, asked: Sequence[PlannedBenchmark]) -> lis
 
 
 def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str | None, Path]]:
-    """(digest of the problems, key, folder) of each result in an artifact; empty if it is damaged."""
+    """(digest of the problems, key, folder) of each result in an artifact; [] if damaged."""
     inputs = manifest["inputs"]
     try:
         if is_single(path):

@@ -1,4 +1,4 @@
-"""Resumable evaluations against a real HTTP server: what is stored, requested again and reported."""
+"""Resumable evaluations against an HTTP server: what is stored, requested again, reported."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_rows_of_another_evaluation_are_refused_and_kept(
     ):
         foreign = {**row, **changes}
         results.write_text(text + json.dumps(foreign) + "\n")
-        message = rf"1 of \d rows answer no .*item '{foreign['id']}', sample {foreign['sample']}\).* joined with"
+        message = rf"1 of \d rows answer .*'{foreign['id']}', sample {foreign['sample']}\)"
         for grader in ("mathematics", "choice"):  # continued and regraded
             with pytest.raises(ResultsError, match=message):
                 evaluate(replace(make_set(3), grader=grader), endpoints, SAMPLING, tmp_path)

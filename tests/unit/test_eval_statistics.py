@@ -188,7 +188,7 @@ def test_interval_and_test_never_contradict() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), [(30, 1), (30, 32), (100, 4)])
 def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
-    """The percentile bootstrap covers 90.7 % with 30 items; bench/intervals.py has the whole table."""
+    """The percentile bootstrap covers 90.7 % with 30 items; see bench/intervals.py."""
     rng = np.random.default_rng(0)
     hits, changes = [], []
     for _ in range(250):

@@ -1,4 +1,4 @@
-"""Verdicts and notes of a comparison: people quote these sentences, so they are checked verbatim."""
+"""Verdicts and notes of a comparison: people quote these sentences, so they are verbatim."""
 
 from __future__ import annotations
 

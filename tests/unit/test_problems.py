@@ -422,7 +422,8 @@ def test_a_cflue_question_is_worded_as_in_dianjin_r1(tmp_path: Path) -> None:
     item = loaded.items[0]
     assert item.prompt[-1] == {
         "role": "user",
-        "content": "假设你是一位金融行业专家，请回答下列问题。\n注意：题目是多选题，可能存在多个正确的答案。\n\n"
+        "content": "假设你是一位金融行业专家，请回答下列问题。\n"
+        "注意：题目是多选题，可能存在多个正确的答案。\n\n"
         "我国金融市场体系包括（）。\nA. 货币市场\nB. 商品市场\n\n"
         "请一步步思考，并把答案选项放到\\boxed{}中，如\\boxed{A}。",
     }

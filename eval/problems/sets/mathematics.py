@@ -1,4 +1,4 @@
-"""Mathematics: training sets, competitions and benchmarks whose answers are numbers or expressions."""
+"""Mathematics: training sets, competitions and benchmarks with numbers or expressions."""
 
 from __future__ import annotations
 
@@ -122,12 +122,13 @@ _COMPETITION = (
 TRAINING_SETS = (
     ProblemSet(
         name="dapo-math-17k",
-        about="1.79 million rows, about a hundred per problem, prompted to end in `Answer:` (arXiv:2503.14476)",
+        about="1.79 million rows, a hundred per problem, prompted for `Answer:` (arXiv:2503.14476)",
         licence="Apache-2.0",
         schemas=(Schema(CHAT.columns, read_dapo, CHAT.others),),
         train={
             "huggingface": "hf:BytedTsinghua-SIA/DAPO-Math-17k@main/data/dapo-math-17k.parquet",
-            "modelscope": "modelscope:AI-ModelScope/DAPO-Math-17k@master/data/dapo-math-17k.parquet",
+            "modelscope": "modelscope:AI-ModelScope/DAPO-Math-17k@master"
+            "/data/dapo-math-17k.parquet",
         },
         scorer="math_dapo",
         template="given",
@@ -141,7 +142,8 @@ TRAINING_SETS = (
             Schema(CHAT.columns, read_dapo_clean, CHAT.others),
         ),
         train={
-            "huggingface": "hf:open-r1/DAPO-Math-17k-Processed@main/all/train-00000-of-00001.parquet",
+            "huggingface": "hf:open-r1/DAPO-Math-17k-Processed@main"
+            "/all/train-00000-of-00001.parquet",
             "url": "https://raw.githubusercontent.com/MasterVito/SvS/9fd8f35375b31b8632b52e715296c264a3ad4176/"
             "data/dapo_math_17k.parquet#sha256=246ae23df97c9eae8126cb4da780e9a0a31d10110e16eed144bcecbf2132d535",
         },
@@ -155,7 +157,7 @@ TRAINING_SETS = (
     ),
     ProblemSet(
         name="math",
-        about="7,500 training and 5,000 test problems with worked solutions (arXiv:2103.03874), levels 1 to 5",
+        about="7,500 training and 5,000 test problems, levels 1 to 5 (arXiv:2103.03874)",
         licence="MIT",
         schemas=(SOLVED,),
         train={"huggingface": _MATH_LIGHTEVAL.format("train")},
@@ -168,7 +170,7 @@ TRAINING_SETS = (
     ),
     ProblemSet(
         name="gsm8k",
-        about="7,473 training and 1,319 test word problems with whole numbers as answers (arXiv:2110.14168)",
+        about="7,473 training and 1,319 test word problems with whole numbers (arXiv:2110.14168)",
         licence="MIT",
         schemas=(Schema(("question", "answer"), read_gsm8k),),
         train={
@@ -187,7 +189,7 @@ TRAINING_SETS = (
     ),
     ProblemSet(
         name="geometry3k",
-        about="2,101 training and 601 test problems of geometry (arXiv:2105.04165), without their diagrams",
+        about="2,101 training and 601 test geometry problems, without diagrams (arXiv:2105.04165)",
         licence="MIT",
         schemas=(Schema(("problem", "answer"), read_geometry),),
         train={"huggingface": _GEOMETRY3K.format("train")},
@@ -239,7 +241,7 @@ BENCHMARKS = (
     ),
     ProblemSet(
         name="amc23",
-        about="40 problems of the American Mathematics Competitions 2023, with whole numbers as answers",
+        about="40 problems of the American Mathematics Competitions 2023, with whole numbers",
         licence=_MAA,
         schemas=_COMPETITION,
         test={
@@ -266,7 +268,7 @@ BENCHMARKS = (
     ),
     ProblemSet(
         name="minerva",
-        about="272 undergraduate questions in science and mathematics from OpenCourseWare (arXiv:2206.14858)",
+        about="272 undergraduate questions from OpenCourseWare (arXiv:2206.14858)",
         licence="MIT (the collection); the questions are MIT OpenCourseWare's, CC BY-NC-SA 4.0",
         schemas=(SOLVED,),
         test={

@@ -23,7 +23,8 @@ from eval.problems.rows import (
 NO_LETTERS = "no options A to G as the answer"
 # The instruction for each kind of question, as DianJin-R1 words it (arXiv:2504.15716).
 _KINDS = {
-    "单项选择题": "题目是单选题，只需要返回一个最合适的选项，若有多个合适的答案，只返回最准确的即可。",
+    "单项选择题": "题目是单选题，只需要返回一个最合适的选项，"
+    "若有多个合适的答案，只返回最准确的即可。",
     "多项选择题": "题目是多选题，可能存在多个正确的答案。",
     "判断题": "题目是判断题，只需要返回一个选项。",
 }
@@ -91,7 +92,7 @@ _CFLUE_SCHEMAS = (
 )
 CFLUE = ProblemSet(
     name="cflue",
-    about="Chinese finance examination questions with options A to G (arXiv:2405.10542) and DianJin-R1's prompts",
+    about="Chinese finance exams, options A to G (arXiv:2405.10542), with DianJin-R1's prompts",
     licence="CC BY-NC-SA 4.0 (CFLUE); DianJin-R1-Data's on its page",
     schemas=_CFLUE_SCHEMAS,
     train={
@@ -108,7 +109,7 @@ CFLUE = ProblemSet(
 )
 CHOICE = ProblemSet(
     name="choice",
-    about="your own questions with options A to G, in the form of CFLUE, DianJin-R1 or DAPO-Math-17k",
+    about="your own questions with options A to G, as in CFLUE, DianJin-R1 or DAPO-Math-17k",
     licence="yours",
     schemas=(*_CFLUE_SCHEMAS, Schema(CHAT.columns, read_letters, CHAT.others)),
     scorer="choice",
@@ -117,7 +118,7 @@ CHOICE = ProblemSet(
 )
 GPQA_DIAMOND = ProblemSet(
     name="gpqa-diamond",
-    about="198 graduate questions in biology, physics and chemistry with four options (arXiv:2311.12022)",
+    about="198 graduate questions in natural sciences with four options (arXiv:2311.12022)",
     licence="CC BY 4.0; its page asks not to publish the questions; access must be requested",
     schemas=(Schema(("Question", *_OPTIONS), read_gpqa, ("Record ID", "High-level domain")),),
     test={"huggingface": "hf:Idavidrein/gpqa@main/gpqa_diamond.csv"},
