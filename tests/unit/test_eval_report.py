@@ -112,32 +112,18 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert (report["test"], report["p"], report["mid_p"]) == ("exact McNemar", 0.625, 0.375)
     assert [flip["id"] for flip in report["flips"]["lost"]] == ["1"]
     assert [flip["id"] for flip in report["flips"]["gained"]] == ["2", "3", "5"]
-    assert (report["before"]["no_answer_rate"], report["before"]["truncated_rate"]) == (
-        1 / 7,
-        1 / 7,
-    )
-    assert (report["before"]["request_failed_rate"], report["after"]["request_failed_rate"]) == (
-        1 / 8,
-        0.0,
-    )
+    rates = ("no_answer_rate", "truncated_rate", "request_failed_rate")
+    assert [report["before"][name] for name in rates] == [1 / 7, 1 / 7, 1 / 8]
+    assert report["after"]["request_failed_rate"] == 0.0
     levels = {
         key: (x["right"], x["n"], x["accuracy"]) for key, x in report["before"]["by_level"].items()
     }
     assert levels == {"1": (2, 4, 0.5), "2": (1, 3, 1 / 3)}
-    assert report["transitions"]["wrong"] == {
-        "right": 1,
-        "wrong": 1,
-        "no_answer": 0,
-        "truncated": 0,
-    }
+    assert list(report["transitions"]["wrong"].values()) == [1, 1, 0, 0]  # right, wrong, ...
     assert report["ci95"][0] < 2 / 7 < report["ci95"][1]
     # 100 + 200 + 300 trained; step 2 was trained twice, its last line counts: 3 * 250 generated.
-    assert report["train"] == {
-        "steps": 3,
-        "tokens_trained": 600,
-        "tokens_generated": 750,
-        "seconds": 7.5,
-    }
+    totals = {"steps": 3, "tokens_trained": 600, "tokens_generated": 750, "seconds": 7.5}
+    assert report["train"] == totals
     assert report["stages"]["merge"] == {"cached": True, "seconds": 0.02}
     assert report["artifacts"] == {"merged model": str(folder / "merged")}
     trace = "../train_policy/profiles/step_000002_rank_1.json"
@@ -152,12 +138,8 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert report["settings"]["sampling"]["max_tokens"] == 64
     assert "model" not in report["settings"]
     flip = report["flips"]["gained"][1]
-    assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == (
-        "3 + 1 | <b>?",
-        "4",
-        "1",
-        "add",
-    )
+    shown = {"problem": "3 + 1 | <b>?", "gold": "4", "level": "1", "subject": "add"}
+    assert shown.items() <= flip.items()
     texts = {"answer": None, "response": "no idea", "num_left_out": 0}
     assert flip["before"] == {"verdict": "no_answer", "num_right": 0, **texts}
     assert flip["after"]["answer"] == "4"
@@ -183,13 +165,8 @@ def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[s
     # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of
     # three.
     level = report["groups"]["level"]["1"]
-    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (
-        4,
-        0.25,
-        2,
-        1,
-        1.0,
-    )
+    figures = {"n": 4, "difference": 0.25, "gained": 2, "lost": 1, "p": 1.0}
+    assert figures.items() <= level.items()
     assert report["groups"]["level"]["2"]["difference"] == 1 / 3
     assert level["interval"][0] < 0 < level["interval"][1]
     assert report["groups"]["subject"]["add"]["p"] == 0.625
@@ -238,16 +215,6 @@ def test_several_samples_by_hand() -> None:
     assert "| accuracy (avg@4)" in render_markdown(report)
 
 
-def test_holm_spans_the_groups_of_both_fields() -> None:
-    items = [replace(item, level="1" if i < 8 else "2") for i, item in enumerate(make_items(12))]
-    result = compare_evaluations(evaluation(items, "w" * 12), evaluation(items, "r" * 8 + "w" * 4))
-    # p: level 1 2/2^8, level 2 1, subject 2/2^8: the smallest of three is multiplied by 3, the
-    # second by 2.
-    assert result.groups["level"]["1"].p_holm == 3 * 2 / 2**8
-    assert result.groups["subject"]["add"].p_holm == 3 * 2 / 2**8  # never below the one before
-    assert result.groups["level"]["2"].p_holm == 1.0
-
-
 def test_both_graders_and_their_disagreements() -> None:
     before = make_rows(ITEMS, "rrrr wwww")
     after = make_rows(ITEMS, "rrrr rrww")
@@ -259,18 +226,9 @@ def test_both_graders_and_their_disagreements() -> None:
     graders = result.graders
     assert (graders.before, graders.after, graders.difference) == (3 / 8, 7 / 8, 0.5)
     assert graders.p == 0.125  # none lost, four gained: 2 / 2^4
-    assert graders.agreement["before"] == {
-        "both_right": 3,
-        "only_exact": 1,
-        "only_aisbench": 0,
-        "neither": 4,
-    }
-    assert graders.agreement["after"] == {
-        "both_right": 6,
-        "only_exact": 0,
-        "only_aisbench": 1,
-        "neither": 1,
-    }
+    # right for both, for the exact grader only, for AISBench only, for neither
+    counts = {side: tuple(found.values()) for side, found in graders.agreement.items()}
+    assert counts == {"before": (3, 1, 0, 4), "after": (6, 0, 1, 1)}
     assert graders.raises == {"before": 0, "after": 1}
     assert [
         (row["side"], row["id"], row["aisbench"]["is_right"]) for row in graders.disagreements
@@ -359,16 +317,9 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
     allowed = f"style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
     assert f"default-src 'none'; {allowed}" in policy[1]
     index, bodies = packed_items(page)
-    assert [(row[0], row[4]) for row in index] == [
-        ("1", "lost"),
-        ("2", "gained"),
-        ("3", "gained"),
-        ("5", "gained"),
-        ("0", "right"),
-        ("4", "wrong"),
-        ("6", "failed"),
-        ("7", "right"),
-    ]
+    assert " ".join(f"{row[0]} {row[4]}" for row in index) == (
+        "1 lost 2 gained 3 gained 5 gained 0 right 4 wrong 6 failed 7 right"
+    )
     assert all("<script" not in body and "3 + 1 | <b>" not in body for body in bodies)
     assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in bodies[0]
     assert "3 + 1 | &lt;b&gt;?" in bodies[2]
