@@ -207,8 +207,7 @@ def check_ray() -> Finding:
         )
         advice = (
             "`ray get-auth-token --generate`; copy ~/.ray/auth_token to every node; export "
-            "RAY_AUTH_MODE=token "
-            "for `ray start` and `dapo`, then restart Ray"
+            "RAY_AUTH_MODE=token for `ray start` and `dapo`, then restart Ray"
         )
         return Finding("Ray", WARN, found, advice)
     return Finding("Ray", OK, f"{heads} running, with a token" if heads else "none running")

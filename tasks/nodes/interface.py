@@ -65,8 +65,7 @@ def interface_towards(
             fault = fault or f"{label}: {reason}"
     raise NoInterfaceError(
         f"{fault or f'none of {targets} resolves'}; this machine has {describe_interfaces()}. Set "
-        "the host's "
-        "address to one that the other hosts can reach, or set its interface"
+        "the host's address to one that the other hosts can reach, or set its interface"
     )
 
 

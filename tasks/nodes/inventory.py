@@ -52,8 +52,7 @@ def _environment(variables: dict[str, str]) -> dict[str, str]:
         if name.endswith("_SOCKET_IFNAME"):
             raise ValueError(
                 f"env has {name}, but the interface is found on each node: to use another one, set "
-                "the host's "
-                "interface"
+                "the host's interface"
             )
     return variables
 
@@ -171,8 +170,7 @@ class Inventory(Section):
         if names.isdisjoint({"host", "address"}):
             raise ValueError(
                 f"shell = {value!r} would run everything on one machine: it needs {{host}} or "
-                f"{{address}}, as in "
-                "docker exec -i {host} bash -c"
+                "{address}, as in docker exec -i {host} bash -c"
             )
         return value
 

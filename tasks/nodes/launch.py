@@ -50,8 +50,7 @@ def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
         if removed := [host.name for host in record.no_longer_listed(inventory)]:
             raise ClusterError(
                 f"{', '.join(removed)} was started but is no longer in {source}: run `dapo cluster "
-                f"down {source}` "
-                "first, which also stops it, or put it back"
+                f"down {source}` first, which also stops it, or put it back"
             )
         answers = _inspect(inventory)
         interfaces = {name: answer.reply["interface"] for name, answer in answers.items()}
@@ -156,8 +155,7 @@ def _mismatches(
         elif (record := answer.reply["running"]) and record["address"] != address:
             problems[host.name] = (
                 f"Ray is running at {record['address']} on {record['interface']}, but the "
-                "inventory now leads to "
-                f"{address}; `dapo cluster down` stops it"
+                f"inventory now leads to {address}; `dapo cluster down` stops it"
             )
         elif num_devices is not None and num_devices < inventory.devices_of(host):
             problems[host.name] = (

@@ -134,8 +134,7 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
         elif back is not None and back.name != request["interface"]:
             warnings[name] = (
                 f"packets to the head arrive at {request['address']} on {request['interface']} but "
-                "return through "
-                f"{back.name}: if packets are lost, set interface on both hosts"
+                f"return through {back.name}: if packets are lost, set interface on both hosts"
             )
     return {"faults": faults, "warnings": warnings}
 

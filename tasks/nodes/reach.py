@@ -167,8 +167,7 @@ def _parse(inventory: Inventory, reply: dict[str, Any]) -> Answer:
     if "answer" not in reply:
         problem = (
             f"its code in {reply['cwd']} differs from the code here (digest "
-            f"{reply['digest'][:12]}, here "
-            f"{own_digest()[:12]}): update both to the same commit"
+            f"{reply['digest'][:12]}, here {own_digest()[:12]}): update both to the same commit"
         )
         return Answer(problem=problem, versions=versions)
     return Answer(reply["answer"], reply["answer"].get("problem", ""), versions=versions)

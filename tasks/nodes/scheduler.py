@@ -72,9 +72,8 @@ def from_scheduler(environ: Mapping[str, str]) -> Inventory:
             return _inventory(allocation_of(environ), environ)
     raise ConfigError(
         "not inside a scheduler's job (none of SLURM_JOB_ID, PBS_NODEFILE and "
-        "KUBERNETES_SERVICE_HOST is set): "
-        "name an inventory, such as deploy/inventory.yaml with your machines, or run this inside "
-        "an allocation"
+        "KUBERNETES_SERVICE_HOST is set): name an inventory, such as deploy/inventory.yaml with "
+        "your machines, or run this inside an allocation"
     )
 
 

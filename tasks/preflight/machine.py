@@ -110,10 +110,9 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
             )
             raise ConfigError(
                 f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but "
-                "this machine "
-                f"has {len(names)} visible {device.kind} devices ({device.visible_variable}); "
-                "lower these keys"
-                f"{sharing} or set train.ray_address to a cluster"
+                f"this machine has {len(names)} visible {device.kind} devices "
+                f"({device.visible_variable}); lower these keys{sharing} or set train.ray_address "
+                "to a cluster"
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
         check_devices_here(config, model, findings)
@@ -147,10 +146,8 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
             if facts.head_width is not None and facts.head_width not in CPU_HEAD_WIDTHS:
                 raise ConfigError(
                     f"the model's attention head size is {facts.head_width}, but vLLM on a CPU "
-                    "supports "
-                    f"{', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would crash at the first "
-                    "request; "
-                    "choose another model"
+                    f"supports {', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would crash at "
+                    "the first request; choose another model"
                 )
             if serve.memory_gigabytes is None:
                 findings.add(
@@ -186,8 +183,7 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
                 "cache",
                 FAIL,
                 f"{key}={gigabytes:g} cannot hold a sequence of {tokens} tokens, whose keys and "
-                "values take "
-                f"{needed:.2f} GiB: vLLM would refuse to start",
+                f"values take {needed:.2f} GiB: vLLM would refuse to start",
                 f"--set {key}={needed * CACHE_MARGIN + 0.05:.1f}, or lower the lengths",
             )
 
@@ -222,8 +218,7 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
             f"{describe_bytes(needed)}{' more than is already written' if written else ''}{kept}",
             "set another store.path, fewer steps in evaluate.checkpoints or a lower "
-            "checkpoint.keep_last, or run "
-            "`dapo gc --keep-runs N`",
+            "checkpoint.keep_last, or run `dapo gc --keep-runs N`",
         )
     else:
         findings.add(

@@ -105,8 +105,7 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
         if size.kind != train.device:
             raise ConfigError(
                 f"train.device_model={train.device_model} is a {size.kind} device, but "
-                "train.device="
-                f"{train.device}; change one of the two"
+                f"train.device={train.device}; change one of the two"
             )
         return Limit(train.device_model, size.num_bytes)
     own = None if train.ray_address is not None else device_for(train.device).memory_bytes()

@@ -87,8 +87,7 @@ def _require_even_heads(text: Any, config: ChainConfig) -> None:
         if heads % size:
             raise ConfigError(
                 f"{section}.tensor_parallel={size} does not divide the model's {heads} attention "
-                "heads; set it to "
-                f"a divisor of {heads}"
+                f"heads; set it to a divisor of {heads}"
             )
 
 
@@ -100,8 +99,7 @@ def _require_parts(text: Any, config: ChainConfig) -> None:
     if layers and stages > layers:
         raise ConfigError(
             f"rollout.pipeline_parallel={stages} is more stages than the model's {layers} layers; "
-            "set it to "
-            f"{layers} or less"
+            f"set it to {layers} or less"
         )
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if config.rollout.expert_parallel and not any(getattr(text, name, None) for name in experts):

@@ -274,8 +274,7 @@ def test_the_preflight_names_the_pair_of_hosts_with_a_closed_port(
     assert second.address in network["where"].split(" to ")[1]
     assert network["found"] == (
         f"no connection to {second.address} port {last} (Ray's workers, 10002-{last}; Ray's "
-        "address, "
-        f"GLOO_SOCKET_IFNAME={second.interface}): no answer within 3 s"
+        f"address, GLOO_SOCKET_IFNAME={second.interface}): no answer within 3 s"
     )
     assert ("all-reduce", "ok") in found
 
