@@ -1,6 +1,4 @@
-"""Find the interface that reaches other nodes, from the kernel's routes without sending a packet;
-probe ports.
-"""
+"""Find the interface that reaches other nodes by the kernel's routes, without a packet."""
 
 from __future__ import annotations
 
@@ -40,12 +38,10 @@ def interface_towards(
 ) -> Interface:
     """Return the interface that leads to the first reachable target, or the one called `name`.
 
-    Targets are host names or addresses of either family; an address of this machine selects its
-    interface. Link-local addresses, container bridges and loopback are rejected, but `name` may be
-    loopback. If `name` has several addresses, the one that `own_host` resolves to is used. A
-    machine that is its own only target and whose name resolves to loopback (Debian's 127.0.1.1) or
-    not at all uses the interface of the default route. Raises NoInterfaceError with the reason and
-    this machine's interfaces.
+    An address of this machine selects its interface. Link-local addresses, container bridges and
+    loopback are rejected, but `name` may be loopback; of its addresses, the one that `own_host`
+    resolves to is used. A machine that is its own only target and whose name resolves to loopback
+    (Debian's 127.0.1.1) or not at all uses the default route's interface. Raises NoInterfaceError.
     """
     if name is not None:
         return _named(name, targets, own_host)
@@ -63,17 +59,19 @@ def interface_towards(
             if found is not None and not reason:
                 return found
             fault = fault or f"{label}: {reason}"
-    raise NoInterfaceError(
-        f"{fault or f'none of {targets} resolves'}; this machine has {describe_interfaces()}. Set "
-        "the host's address to one that the other hosts can reach, or set its interface"
+    raise _no_interface(
+        fault or f"none of {targets} resolves",
+        ". Set the host's address to one that the other hosts can reach, or set its interface",
     )
 
 
+def _no_interface(reason: str, advice: str = "") -> NoInterfaceError:
+    return NoInterfaceError(f"{reason}; this machine has {describe_interfaces()}{advice}")
+
+
 def source_towards(address: str) -> str:
-    """Return this machine's source address for packets to an address; raises OSError if no route
-    leads there.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """Return this machine's source address for packets to an address; OSError without a route."""
+    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, ANY_PORT))
         return str(probe.getsockname()[0])
@@ -96,27 +94,17 @@ def describe_interfaces() -> str:
 def _named(name: str, targets: Sequence[str], own_host: str) -> Interface:
     stats, entries = psutil.net_if_stats().get(_device(name)), psutil.net_if_addrs()
     if stats is None:
-        raise NoInterfaceError(f"no interface {name}; this machine has {describe_interfaces()}")
+        raise _no_interface(f"no interface {name}")
     if not stats.isup:
-        raise NoInterfaceError(
-            f"interface {name} is down; this machine has {describe_interfaces()}"
-        )
-    families = {
-        socket.AF_INET6 if ":" in address else socket.AF_INET
-        for t in targets
-        for address in addresses_of(t)
-    }
+        raise _no_interface(f"interface {name} is down")
+    reached = [address for target in targets for address in addresses_of(target)]
+    families = {socket.AF_INET6 if is_ipv6(each) else socket.AF_INET for each in reached}
     held = [each.address for each in entries.get(name, ()) if each.family in families]
     usable = [address for address in held if not _parsed(address).is_link_local]
     if not usable:
-        state = (
-            f"only the link-local address {', '.join(held)}"
-            if held
-            else "no address of the head's family"
-        )
-        raise NoInterfaceError(
-            f"interface {name} has {state}; this machine has {describe_interfaces()}"
-        )
+        others = f"only the link-local address {', '.join(held)}" if held else ""
+        fault = others or "no address of the head's family"
+        raise _no_interface(f"interface {name} has {fault}")
     own = [
         address
         for address in addresses_of(own_host)
@@ -128,11 +116,10 @@ def _named(name: str, targets: Sequence[str], own_host: str) -> Interface:
 def addresses_of(target: str) -> list[str]:
     """Resolve a name, IPv4 addresses first; [] if it does not resolve."""
     try:
-        return sorted(
-            dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=is_ipv6
-        )
+        found = socket.getaddrinfo(target, None)
     except OSError:
         return []
+    return sorted(dict.fromkeys(str(each[4][0]) for each in found), key=is_ipv6)
 
 
 def interface_of(address: str) -> Interface | None:
@@ -191,7 +178,6 @@ def port_owner(address: str, port: int) -> str:
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(each.pid)
-                return (
-                    f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
-                )
+                words = " ".join(process.cmdline())
+                return f"pid {each.pid} of {process.username()} ({words[:80]})"
     return f"a process that this user cannot see ({reason})"

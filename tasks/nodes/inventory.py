@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 import shlex
 import string
@@ -12,7 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from dapo_core.config.fields import Section
@@ -29,11 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _SET_BY_UP = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 _SHELL_FIELDS = ("host", "address", "user")
-_TEXTS = (
-    "hosts",
-    "head",
-    "env",
-)  # keys whose values stay text: 0123 is not 83; pydantic converts devices
+_TEXTS = ("hosts", "head", "env")  # their values stay text: 0123 is not 83
 
 
 def _name(value: str) -> str:
@@ -57,37 +61,31 @@ def _environment(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-Environment = Annotated[dict[str, str], BeforeValidator(lambda v: v or {})]
+Environment = Annotated[
+    dict[str, str], BeforeValidator(lambda v: v or {}), AfterValidator(_environment)
+]
+HostName = Annotated[str, AfterValidator(_name)]
 
 
 class Host(Section):
     """One machine."""
 
-    name: str = Field(description="Name in this file and in messages.")
-    address: str | None = Field(
+    name: HostName = Field(description="Name in this file and in messages.")
+    address: HostName | None = Field(
         None, description="Address for ssh and the other machines; default: the name."
     )
     devices: int | None = Field(
         None, ge=1, description="Number of devices; default: the inventory's."
     )
     interface: str | None = Field(
-        None,
-        min_length=1,
-        description="Network interface; default: the one that leads to the head.",
+        None, min_length=1, description="Network interface; default: the one towards the head."
     )
-    env: Environment = Field(
-        {}, description="Environment variables of its Ray; they override the inventory's."
-    )
+    env: Environment = Field({}, description="Variables of its Ray, before the inventory's.")
 
     @model_validator(mode="before")
     @classmethod
     def _a_name_is_a_host(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    _names = field_validator("name", "address")(
-        lambda value: value if value is None else _name(value)
-    )
-    _variables = field_validator("env")(_environment)
 
     @property
     def reached_at(self) -> str:
@@ -118,24 +116,20 @@ class Inventory(Section):
     )
     shell: str = Field(
         SSH,
-        description="ssh, or a command that runs a line on {host}, such as docker exec -i {host} bash -c.",
+        description="ssh, or a command that runs a line, such as docker exec -i {host} bash -c.",
     )
-    project: str = Field(
-        str(PROJECT), description="The project's folder on every host; default: as here."
-    )
+    project: str = Field(str(PROJECT), description="The project's folder on every host.")
     python: str = Field(
-        sys.executable,
-        description="Interpreter with the packages; may be relative to project; default: as here.",
+        sys.executable, description="Interpreter with the packages; may be relative to project."
     )
     setup: str | None = Field(
         None,
         min_length=1,
-        description="bash line to run first on every host, such as . /usr/local/Ascend/.../set_env.sh",
+        description="bash line to run first on every host, for CANN's variables.",
     )
     port: int = Field(6379, ge=1, le=65535, description="Port of Ray's head.")
     dashboard: bool = Field(
-        False,
-        description="Run Ray's dashboard and job server, at 127.0.0.1:8265 of the head; for external.job_server.",
+        False, description="Run Ray's dashboard and job server, at 127.0.0.1:8265 of the head."
     )
     env: Environment = Field({}, description="Environment variables of Ray and all its processes.")
     connect_seconds: int = Field(
@@ -145,28 +139,19 @@ class Inventory(Section):
         120, ge=5, le=3600, description="Time limit until all hosts have joined."
     )
 
-    _variables = field_validator("env")(_environment)
-
     @field_validator("shell")
     @classmethod
     def _shell_names_the_host(cls, value: str) -> str:
         if value == SSH:
             return value
         try:
-            words = shlex.split(value)
-            names = {
-                name
-                for word in words
-                for _, name, _, _ in string.Formatter().parse(word)
-                if name is not None
-            }
+            fields = map(string.Formatter().parse, shlex.split(value))
+            names = {name for _, name, _, _ in itertools.chain(*fields) if name is not None}
         except ValueError as error:
             raise ValueError(f"shell = {value!r} is not a command: {error}") from None
         if unknown := sorted(names - {*_SHELL_FIELDS}):
-            raise ValueError(
-                f"shell has {{{unknown[0]}}}, but only {{host}}, {{address}} and {{user}} are "
-                f"filled in"
-            )
+            known = "{host}, {address} and {user}"
+            raise ValueError(f"shell has {{{unknown[0]}}}, but only {known} are filled in")
         if names.isdisjoint({"host", "address"}):
             raise ValueError(
                 f"shell = {value!r} would run everything on one machine: it needs {{host}} or "
@@ -185,14 +170,11 @@ class Inventory(Section):
             raise ValueError(f"host {', '.join(duplicates)} is listed twice; remove one")
         by_address: dict[str, str] = {}
         for host in self.hosts:
-            other = by_address.setdefault(_canonical(host.reached_at), host.name)
+            address = host.reached_at
+            other = by_address.setdefault(_canonical(address), host.name)
             if other != host.name:
-                raise ValueError(
-                    f"hosts {other} and {host.name} have the same address {host.reached_at}"
-                )
-        if unset := [
-            host.name for host in self.hosts if host.devices is None and self.devices is None
-        ]:
+                raise ValueError(f"hosts {other} and {host.name} have the same address {address}")
+        if unset := [host.name for host in self.hosts if not (host.devices or self.devices)]:
             raise ValueError(
                 f"devices is not set for {', '.join(unset)}: set the number per host, such as 16"
             )
@@ -231,20 +213,12 @@ class Inventory(Section):
         return {**self.env, **host.env}
 
     def command(self, host: Host, line: str) -> list[str]:
-        """Return the local command that runs a shell line on a host and passes on standard input."""
+        """Return the local command that runs a shell line on a host and passes on its input."""
         if self.shell == SSH:
-            settings = (
-                "BatchMode=yes",
-                "ControlMaster=no",
-                "ControlPath=none",
-            )  # a shared connection may hang
-            options = [
-                word
-                for each in (*settings, f"ConnectTimeout={self.connect_seconds}")
-                for word in ("-o", each)
-            ]
+            unshared = "-o ControlMaster=no -o ControlPath=none"  # a shared connection may hang
+            options = f"-o BatchMode=yes {unshared} -o ConnectTimeout={self.connect_seconds}"
             user = ("-l", self.user) if self.user else ()
-            return [SSH, *options, *user, "--", host.reached_at, line]
+            return [SSH, *options.split(), *user, "--", host.reached_at, line]
         values = {"host": host.name, "address": host.reached_at, "user": self.user or ""}
         return [*(word.format(**values) for word in shlex.split(self.shell)), line]
 
@@ -260,9 +234,7 @@ def read(path: str | Path) -> Inventory:
 
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
-    """Validate an inventory given as plain values; raises ConfigError with all problems, each
-    naming `source`.
-    """
+    """Validate an inventory given as plain values; raises ConfigError with all its problems."""
     problems = list(placeholders(tree, TEMPLATE_WORDS))
     try:
         inventory = Inventory.model_validate(tree)
@@ -288,9 +260,8 @@ def _explain(problem: ErrorDetails) -> str:
         case "value_error":
             return problem["msg"].removeprefix("Value error, ")
         case "missing":
-            return f"{name} is not set" + (
-                ": list the machines, such as [node1, node2]" if name == "hosts" else ""
-            )
+            advice = ": list the machines, such as [node1, node2]" if name == "hosts" else ""
+            return f"{name} is not set{advice}"
         case "extra_forbidden":
             known = Host.model_fields if places[:1] == ["hosts"] else Inventory.model_fields
             return f"unknown key {name}{nearest(leaf, list(known))}"

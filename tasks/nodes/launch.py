@@ -1,6 +1,4 @@
-"""`dapo cluster up`: inspect every host, start Ray where it is missing, and wait until all have
-joined.
-"""
+"""`dapo cluster up`: inspect every host, start Ray where it is missing, await that all join."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,7 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the head's address, the token's path on each node, hosts by name, those
-    just started.
-    """
+    """A running cluster: head address, token's path on each node, all hosts, those just started."""
 
     address: str
     token_path: str
@@ -39,8 +35,7 @@ class Cluster:
 
 
 def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
-    """Start Ray on every host of the inventory that is not running it yet, and wait until all have
-    joined.
+    """Start Ray on every host that is not running it, and wait until all have joined.
 
     Raises ClusterError with a reason per host: before anything is started if a host cannot be
     reached or does not match the others, afterwards if a host has not joined within start_seconds.
@@ -58,9 +53,8 @@ def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
         hosts: dict[str, dict[str, Any]] = {
             host.name: {"host": host.model_dump(mode="json")} for host in inventory.hosts
         }
-        record.write(
-            hosts, source=source, address=address
-        )  # before the start, so that `down` always finds it
+        # before the start, so that `down` always finds them
+        record.write(hosts, source=source, address=address)
         started, token_path, problems = _start(inventory, answers, address)
         nodes = _await_nodes(inventory, address, interfaces, problems)
         for name, interface in interfaces.items():
@@ -69,29 +63,32 @@ def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
     if problems:
         count = len(inventory.hosts)
         raise ClusterError(
-            f"{count - len(problems)} of {count} hosts have joined {address}; "
-            f"missing:\n{_listed(problems)}\n"
-            "run `dapo cluster up` again to start the missing ones, or `dapo cluster down` to stop "
-            "the others"
+            f"{count - len(problems)} of {count} hosts have joined {address}; missing:\n"
+            f"{_listed(problems)}\nrun `dapo cluster up` again to start the missing ones, or `dapo "
+            "cluster down` to stop the others"
         )
     return Cluster(address, token_path, hosts, started)
 
 
+def requests_of(
+    inventory: Inventory, verb: str, hosts: Iterable[Host], **more: Any
+) -> dict[str, dict[str, Any]]:
+    """Return a request for each host, by name, with `more` in each."""
+    shared = {"verb": verb, "cluster": cluster_key(inventory), **more}
+    return {
+        host.name: {**shared, "host": host.name, "is_head": host is inventory.head_host}
+        for host in hosts
+    }
+
+
 def _inspect(inventory: Inventory) -> dict[str, Answer]:
-    """Inspect every host before a start; raises ClusterError with all reasons why it cannot work."""
-    head = inventory.head_host
-    others = [host for host in inventory.hosts if host is not head]
-    targets = [head.reached_at, *(host.reached_at for host in others)]
-    answers = ask(
-        inventory, {head.name: _look_request(inventory, head, targets)}, must_be_equal=True
-    )
+    """Inspect every host before a start; raises ClusterError with all reasons against it."""
+    head, *others = inventory.in_order
+    answers = _look(inventory, [head], [host.reached_at for host in (head, *others)])
     interface = answers[head.name].reply.get("interface")
-    targets = [interface["address"] if interface else head.reached_at]
-    requests = {host.name: _look_request(inventory, host, targets) for host in others}
-    answers |= ask(inventory, requests, must_be_equal=True)
+    answers |= _look(inventory, others, [interface["address"] if interface else head.reached_at])
     problems = {name: answer.problem for name, answer in answers.items() if answer.problem}
-    reached = {name: answer for name, answer in answers.items() if name not in problems}
-    problems |= _mismatches(inventory, reached, answers[head.name])
+    problems |= _mismatches(inventory, answers)
     if interface and not problems:
         addresses = {host.name: answers[host.name].reply["interface"]["address"] for host in others}
         request = {
@@ -105,46 +102,35 @@ def _inspect(inventory: Inventory) -> dict[str, Answer]:
         for name, warning in routes.reply.get("warnings", {}).items():
             logger.warning("%s: %s", name, warning)
     if problems:
-        raise ClusterError(
-            f"nothing was started; {len(problems)} of {len(answers)} hosts:\n{_listed(problems)}"
-        )
+        count = f"{len(problems)} of {len(answers)} hosts"
+        raise ClusterError(f"nothing was started; {count}:\n{_listed(problems)}")
     _warn(answers)
     return answers
 
 
-def _look_request(inventory: Inventory, host: Host, targets: Sequence[str]) -> dict[str, Any]:
-    return {
-        **request_of(inventory, host, "look"),
-        "targets": targets,
-        "own": host.reached_at,
-        "interface": host.interface,
-        "port": inventory.port,
-        "device": inventory.device,
-    }
-
-
-def request_of(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
-    """Return the part that all requests to a host have in common."""
-    is_head = host is inventory.head_host
-    return {"verb": verb, "cluster": cluster_key(inventory), "host": host.name, "is_head": is_head}
-
-
-def _mismatches(
-    inventory: Inventory, answers: Mapping[str, Answer], head: Answer
-) -> dict[str, str]:
-    """Return the hosts whose versions, address, running Ray or number of devices do not fit, with
-    the reason.
-    """
-    problems: dict[str, str] = {}
-    counts = Counter(answer.reply["interface"]["address"] for answer in answers.values())
+def _look(inventory: Inventory, hosts: Iterable[Host], targets: Sequence[str]) -> dict[str, Answer]:
+    shared = {"targets": targets, "port": inventory.port, "device": inventory.device}
+    requests = requests_of(inventory, "look", hosts, **shared)
     for host in inventory.hosts:
-        if (answer := answers.get(host.name)) is None:
+        if host.name in requests:
+            requests[host.name] |= {"own": host.reached_at, "interface": host.interface}
+    return ask(inventory, requests, must_be_equal=True)
+
+
+def _mismatches(inventory: Inventory, answers: Mapping[str, Answer]) -> dict[str, str]:
+    """Return why hosts that answered do not fit, in versions, address, running Ray or devices."""
+    reached = {name: answer for name, answer in answers.items() if not answer.problem}
+    counts = Counter(answer.reply["interface"]["address"] for answer in reached.values())
+    wanted = answers[inventory.head_host.name].versions
+    problems: dict[str, str] = {}
+    for host in inventory.hosts:
+        if (answer := reached.get(host.name)) is None:
             continue
         address, num_devices = answer.reply["interface"]["address"], answer.reply.get("num_devices")
         differences = [
-            f"{name} {answer.versions[name]} differs from the head's {head.versions[name]}"
+            f"{name} {answer.versions[name]} differs from the head's {wanted[name]}"
             for name in ("python", "ray")
-            if head.versions and answer.versions[name] != head.versions[name]
+            if wanted and answer.versions[name] != wanted[name]
         ]
         if differences:
             problems[host.name] = f"{', '.join(differences)}: Ray needs equal versions"
@@ -157,10 +143,10 @@ def _mismatches(
                 f"Ray is running at {record['address']} on {record['interface']}, but the "
                 f"inventory now leads to {address}; `dapo cluster down` stops it"
             )
-        elif num_devices is not None and num_devices < inventory.devices_of(host):
+        elif num_devices is not None and num_devices < (listed := inventory.devices_of(host)):
             problems[host.name] = (
-                f"it has {num_devices} {inventory.device} devices, the inventory lists "
-                f"{inventory.devices_of(host)}: set its devices"
+                f"it has {num_devices} {inventory.device} devices, the inventory lists {listed}: "
+                "set its devices"
             )
     return problems
 
@@ -170,11 +156,10 @@ def _warn(answers: Mapping[str, Answer]) -> None:
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
         logger.warning("the interfaces have different MTUs, large packets may be lost: %s", shown)
+    text = "%s: another Ray is running there and may use the same devices: %s"
     for name, answer in answers.items():
         for other in answer.reply["others"]:
-            logger.warning(
-                "%s: another Ray is running there and may use the same devices: %s", name, other
-            )
+            logger.warning(text, name, other)
 
 
 def _start(
@@ -184,34 +169,25 @@ def _start(
 
     Returns the hosts that were started, the token's path, and the problem of each host that failed.
     """
-    head = inventory.head_host
+    head, *others = inventory.in_order
     running = {name for name, answer in answers.items() if answer.reply["running"]}
     if head.name not in running and running:
         logger.info("the head has ended: restarting %s, which lost it", ", ".join(sorted(running)))
-        stopped = ask(
-            inventory,
-            {
-                host.name: request_of(inventory, host, "stop")
-                for host in inventory.hosts
-                if host.name in running
-            },
-        )
+        lost = [host for host in others if host.name in running]
+        stopped = ask(inventory, requests_of(inventory, "stop", lost))
         if stuck := {name: answer.problem for name, answer in stopped.items() if answer.problem}:
             raise ClusterError(f"nothing was started:\n{_listed(stuck)}")
         running = set()
     problems: dict[str, str] = {}
     shared, token_path = {"head_address": address, "token": secrets.token_hex(32)}, ""
-    seconds = inventory.start_seconds + 2 * ANSWER_SECONDS
-    for group in ([head], [host for host in inventory.hosts if host is not head]):
-        requests = {
-            host.name: _start_request(
-                inventory, host, answers[host.name].reply["interface"], shared
-            )
-            for host in group
-        }
+    for group in ([head], others):
+        requests = requests_of(inventory, "start", group, **shared)
+        for host in group:
+            interface = answers[host.name].reply["interface"]
+            requests[host.name] |= _start_settings(inventory, host, interface, address)
         if new := [name for name in requests if name not in running]:
             logger.info("starting Ray on %s", ", ".join(new))
-        replies = ask(inventory, requests, seconds)
+        replies = ask(inventory, requests, inventory.start_seconds + 2 * ANSWER_SECONDS)
         for name, answer in replies.items():
             if answer.problem:
                 log = (f"  | {line}" for line in answer.reply.get("log", ()))
@@ -219,60 +195,41 @@ def _start(
         if group == [head]:
             if problems:
                 raise ClusterError(f"Ray's head did not start:\n{_listed(problems)}")
-            shared["token"], token_path = (
-                replies[head.name].reply["token"],
-                replies[head.name].reply["token_path"],
-            )
-    return (
-        [name for name in answers if name not in running and name not in problems],
-        token_path,
-        problems,
-    )
+            reply = replies[head.name].reply
+            shared["token"], token_path = reply["token"], reply["token_path"]
+    started = [name for name in answers if name not in running and name not in problems]
+    return started, token_path, problems
 
 
-def _start_request(
-    inventory: Inventory, host: Host, interface: Mapping[str, Any], shared: Mapping[str, Any]
+def _start_settings(
+    inventory: Inventory, host: Host, interface: Mapping[str, Any], head_address: str
 ) -> dict[str, Any]:
-    variables = {
-        name: form.format(interface["name"])
-        for name, form in INTERFACE_VARIABLES[inventory.device].items()
-    }
+    named = INTERFACE_VARIABLES[inventory.device]
+    variables = {name: form.format(interface["name"]) for name, form in named.items()}
     if host is inventory.head_host:
         dashboard = str(inventory.dashboard).lower()
         role = ["--head", f"--port={inventory.port}", f"--include-dashboard={dashboard}"]
     else:
-        role = [f"--address={shared['head_address']}"]
-    config = TrainingConfig.model_validate(
-        {"train": {"device": inventory.device, "ray_address": "auto"}}
+        role = [f"--address={head_address}"]
+    train = {"device": inventory.device, "ray_address": "auto"}
+    address, count = interface["address"], inventory.devices_of(host)
+    devices = {"CPU": f"--num-cpus={count}", "GPU": f"--num-gpus={count}"}.get(
+        inventory.resource, f"--resources={json.dumps({inventory.resource: count})}"
     )
+    cpus = [f"--num-cpus={inventory.num_cpus}"] if inventory.num_cpus else []
     return {
-        **request_of(inventory, host, "start"),
-        **shared,
-        "address": interface["address"],
+        "address": address,
         "interface": interface["name"],
         "start_seconds": inventory.start_seconds,
-        "options": [
-            *role,
-            f"--node-ip-address={interface['address']}",
-            *ray_options(inventory, host),
-        ],
+        "options": [*role, f"--node-ip-address={address}", devices, *cpus],
         # without these, vLLM and HCCL pick an address themselves, maybe one outside the cluster
         "environment": {
-            **wanted_alike(config),
+            **wanted_alike(TrainingConfig.model_validate({"train": train})),
             **variables,
-            "VLLM_HOST_IP": interface["address"],
+            "VLLM_HOST_IP": address,
             **inventory.environment_of(host),
         },
     }
-
-
-def ray_options(inventory: Inventory, host: Host) -> list[str]:
-    """Return the options of `ray start` for a host's devices and CPUs."""
-    count = inventory.devices_of(host)
-    options = {"CPU": [f"--num-cpus={count}"], "GPU": [f"--num-gpus={count}"]}.get(
-        inventory.resource, [f"--resources={json.dumps({inventory.resource: count})}"]
-    )
-    return [*options, *([f"--num-cpus={inventory.num_cpus}"] if inventory.num_cpus else [])]
 
 
 def _await_nodes(
@@ -281,41 +238,29 @@ def _await_nodes(
     interfaces: Mapping[str, Mapping[str, Any]],
     problems: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Wait until all hosts without problems have joined; returns Ray's nodes by host, adds to
-    `problems`.
-    """
+    """Wait until all hosts without problems have joined; returns their Ray nodes, adds problems."""
     deadline = time.monotonic() + inventory.start_seconds
     while True:
         nodes, fault = nodes_of(inventory, address, max(deadline - time.monotonic(), POLL_SECONDS))
+        living = {node["address"]: node for node in nodes if node["is_alive"]}
         joined, missing = {}, {}
-        for host in inventory.hosts:
-            if host.name in problems:
-                continue
-            own = interfaces[host.name]["address"]
-            node = next(
-                (each for each in nodes if each["is_alive"] and each["address"] == own), None
-            )
-            if node is None:
+        for host in (host for host in inventory.hosts if host.name not in problems):
+            own, wanted = interfaces[host.name]["address"], inventory.devices_of(host)
+            if (node := living.get(own)) is None:
+                late = f"it has not joined as {own} within {inventory.start_seconds} s"
+                missing[host.name] = fault or late
+            elif (count := node["total"].get(inventory.resource, 0)) != wanted:
                 missing[host.name] = (
-                    fault or f"it has not joined as {own} within {inventory.start_seconds} s"
-                )
-            elif (count := node["total"].get(inventory.resource, 0)) != inventory.devices_of(host):
-                missing[host.name] = (
-                    f"it joined with {count:g} {inventory.resource} instead of "
-                    f"{inventory.devices_of(host)}: "
-                    "another inventory started it; `dapo cluster down` stops it"
+                    f"it joined with {count:g} {inventory.resource} instead of {wanted}: another "
+                    "inventory started it; `dapo cluster down` stops it"
                 )
             else:
                 joined[host.name] = node
         if not missing or time.monotonic() >= deadline:
             break
         time.sleep(POLL_SECONDS)
-    requests = {
-        host.name: request_of(inventory, host, "status")
-        for host in inventory.hosts
-        if host.name in missing
-    }
-    for name, answer in ask(inventory, requests).items():
+    late_hosts = [host for host in inventory.hosts if host.name in missing]
+    for name, answer in ask(inventory, requests_of(inventory, "status", late_hosts)).items():
         problems[name] = "; ".join(filter(None, (missing[name], describe_end(answer))))
     return joined
 
@@ -324,9 +269,9 @@ def nodes_of(
     inventory: Inventory, address: str, seconds: float = ANSWER_SECONDS
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the nodes that the head knows, and why it did not answer ("" if it did)."""
-    head = inventory.head_host
-    request = {**request_of(inventory, head, "nodes"), "head_address": address, "seconds": seconds}
-    answer = ask(inventory, {head.name: request}, seconds + ANSWER_SECONDS)[head.name]
+    head, more = inventory.head_host, {"head_address": address, "seconds": seconds}
+    requests = requests_of(inventory, "nodes", [head], **more)
+    answer = ask(inventory, requests, seconds + ANSWER_SECONDS)[head.name]
     return answer.reply.get("nodes", []), answer.problem
 
 

@@ -1,5 +1,4 @@
-"""The first program on a node: check that it has the project, the same code, and which Python and
-Ray.
+"""The first program on a node: does it have the project and the same code, which Python and Ray.
 
 `reach.py` pipes this file into the node's interpreter, so it only uses the standard library. The
 request is then handled by the node's own copy of the project, in on_node.py.
@@ -15,43 +14,28 @@ import json
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 MARK = "dapo-node-answers "  # starts the reply's line; shells may print other lines at login
-PARTS = (
-    "dapo_core",
-    "downloads",
-    "eval",
-    "flows",
-    "interop",
-    "tasks",
-    "durable.py",
-    "redaction.py",
-)
+FOLDERS = ("dapo_core", "downloads", "eval", "flows", "interop", "tasks")
+FILES = ("durable.py", "redaction.py")
 
 
 def code_digest(root: str) -> str:
     """Return the sha256 of the names and contents of the project's code in a folder."""
+    paths = [path for name in FILES if (path := Path(root, name)).is_file()]
+    for folder in FOLDERS:
+        paths += [path for end in ("py", "yaml") for path in Path(root, folder).rglob(f"*.{end}")]
     digest = hashlib.sha256()
-    for part in PARTS:
-        top = os.path.join(root, part)
-        found = [top] if os.path.isfile(top) else []
-        for folder, folders, files in os.walk(top):
-            folders[:] = sorted(name for name in folders if name != "__pycache__")
-            found += [
-                os.path.join(folder, name)
-                for name in sorted(files)
-                if name.endswith((".py", ".yaml"))
-            ]
-        for path in found:
-            with open(path, "rb") as file:
-                content = hashlib.sha256(file.read()).hexdigest()
-            digest.update(f"{os.path.relpath(path, root)} {content}\n".encode())
+    for path in sorted(paths):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(root)} {content}\n".encode())
     return digest.hexdigest()
 
 
 def answer(request: dict[str, Any]) -> None:
-    """Print the reply: versions, and on_node.py's answer unless the code must be equal but is not."""
+    """Print the reply: versions, and on_node.py's answer unless code that must be equal is not."""
     sys.path.insert(0, os.getcwd())
     spec = importlib.util.find_spec("tasks")
     places = spec.submodule_search_locations if spec else None

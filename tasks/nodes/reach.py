@@ -1,4 +1,4 @@
-"""Send requests to the hosts of an inventory in parallel, over ssh or the inventory's own command."""
+"""Send requests to the hosts of an inventory in parallel, over ssh or the inventory's command."""
 
 from __future__ import annotations
 
@@ -27,16 +27,12 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ./_~=:,;|&<>(){}-]")
 
 
 class ClusterError(DapoError, RuntimeError):
-    """Hosts cannot be reached, do not match, or do not start Ray; the message has the reason for
-    each host.
-    """
+    """Hosts cannot be reached, do not match, or do not start Ray; the message has each reason."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A host's reply, or the problem that prevented it; versions are known once its interpreter
-    runs.
-    """
+    """A host's reply, or what prevented it; versions are known once its interpreter runs."""
 
     reply: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -49,33 +45,23 @@ def ask(
     work_seconds: float = ANSWER_SECONDS,
     must_be_equal: bool = False,
 ) -> dict[str, Answer]:
-    """Send each host its request; returns the answers by name, in the requests' order. Failures are
-    answers too.
+    """Send each host its request; returns the answers, failures included, in the requests' order.
 
     With `must_be_equal`, a host with different code replies with its versions only.
     """
     shared = {"digest": own_digest(), "must_be_equal": must_be_equal}
-    hosts = [host for host in inventory.hosts if host.name in requests]
+    hosts = {host.name: host for host in inventory.hosts}
     commands: list[Popen[str]] = []
     is_cancelled = threading.Event()
-    with ThreadPoolExecutor(min(MAX_CONNECTIONS, max(len(hosts), 1))) as pool:
+
+    def ask_one(name: str) -> Answer:
+        request = {**requests[name], **shared}
+        return _ask(inventory, hosts[name], request, work_seconds, commands, is_cancelled)
+
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         try:
-            waiting = {
-                host.name: pool.submit(
-                    _ask,
-                    inventory,
-                    host,
-                    {**requests[host.name], **shared},
-                    work_seconds,
-                    commands,
-                    is_cancelled,
-                )
-                for host in hosts
-            }
-            return {name: waiting[name].result() for name in requests}
-        except (
-            BaseException
-        ):  # under srun, or if only this process is signalled, the commands get no signal
+            return dict(zip(requests, pool.map(ask_one, requests), strict=True))
+        except BaseException:  # under srun, or if only we are signalled, the commands are not
             pool.shutdown(wait=False, cancel_futures=True)
             is_cancelled.set()
             for command in commands:
@@ -99,16 +85,15 @@ def _ask(
 ) -> Answer:
     source = Path(probe.__file__).read_text(encoding="utf-8")
     program = f"{source}\n\nanswer(json.loads({json.dumps(request)!r}))\n"
-    command = inventory.command(host, line_on_host(inventory))
+    command = inventory.command(host, _line_on_host(inventory))
     seconds = inventory.connect_seconds + work_seconds
     try:
         process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
     except FileNotFoundError:
         return Answer(problem=f"there is no command {command[0]} here: install it, or set shell")
     except OSError as error:
-        return Answer(
-            problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell"
-        )
+        fault = f"the command {command[0]} cannot be run here: {error.strerror}; set shell"
+        return Answer(problem=fault)
     commands.append(process)
     if is_cancelled.is_set():
         process.kill()
@@ -124,20 +109,17 @@ def _ask(
     return _parse(inventory, json.loads(lines[-1].removeprefix(probe.MARK)))
 
 
-def line_on_host(inventory: Inventory) -> str:
-    """Return the line that runs a program from standard input in the host's project folder, in any
-    login shell.
-    """
+def _line_on_host(inventory: Inventory) -> str:
+    """Return the line that runs a program from standard input in the host's project folder."""
     folder, python = (_quoted(text) for text in (inventory.project, inventory.python))
     has_python = f"command -v {python} >/dev/null 2>&1 || exit {NO_PYTHON}"
-    # setup must not read the program from standard input, nor write into the reply
-    setup = (
-        f"{{ {inventory.setup}\n}} </dev/null >&2 || exit {NO_SETUP}; " if inventory.setup else ""
-    )
-    return in_bash(f"cd {folder} || exit {NO_FOLDER}; {setup}{has_python}; exec {python} -")
+    setup = ""
+    if inventory.setup:  # it must not read the program, nor write into the reply
+        setup = f"{{ {inventory.setup}\n}} </dev/null >&2 || exit {NO_SETUP}; "
+    return _in_bash(f"cd {folder} || exit {NO_FOLDER}; {setup}{has_python}; exec {python} -")
 
 
-def in_bash(line: str) -> str:
+def _in_bash(line: str) -> str:
     """Return a command that runs a line in bash, and that csh and fish read as bash does.
 
     Shells disagree about quotes, backslashes, `!` and line ends: these are sent as octal numbers.
@@ -158,19 +140,17 @@ def _quoted(path: str) -> str:
 def _parse(inventory: Inventory, reply: dict[str, Any]) -> Answer:
     versions = {name: reply[name] for name in ("python", "ray", "digest")}
     if reply["digest"] is None:
-        return Answer(
-            problem=f"{reply['cwd']} does not contain the project: set project", versions=versions
-        )
-    if reply["ray"] is None:
+        problem = f"{reply['cwd']} does not contain the project: set project"
+    elif reply["ray"] is None:
         problem = f"{reply['interpreter']} has no ray: set python to the environment's interpreter"
-        return Answer(problem=problem, versions=versions)
-    if "answer" not in reply:
+    elif "answer" in reply:
+        return Answer(reply["answer"], reply["answer"].get("problem", ""), versions)
+    else:
         problem = (
             f"its code in {reply['cwd']} differs from the code here (digest "
             f"{reply['digest'][:12]}, here {own_digest()[:12]}): update both to the same commit"
         )
-        return Answer(problem=problem, versions=versions)
-    return Answer(reply["answer"], reply["answer"].get("problem", ""), versions=versions)
+    return Answer(problem=problem, versions=versions)
 
 
 def _why_silent(inventory: Inventory, host: Host, status: int, errors: str) -> str:
@@ -184,15 +164,12 @@ def _why_silent(inventory: Inventory, host: Host, status: int, errors: str) -> s
     if status == NO_SETUP:
         return f"setup failed there: {last}"
     if status == 0:
-        return (
-            "the command did not run our program: shell must pass on standard input, as docker "
-            "exec -i does"
-        )
+        return "the command did not run our program: shell must pass on its input (docker exec -i)"
     if Path(inventory.command(host, "")[0]).name == SSH and status == 255:
-        user = f"{inventory.user}@" if inventory.user else ""
+        place = f"{inventory.user}@{host.reached_at}" if inventory.user else host.reached_at
         advice = {
-            "Permission denied": f"; install your key: ssh-copy-id {user}{host.reached_at}",
-            "Host key verification failed": f"; run ssh {user}{host.reached_at} once and compare its key",
+            "Permission denied": f"; install your key: ssh-copy-id {place}",
+            "Host key verification failed": f"; run ssh {place} once and compare its key",
         }
         hint = next((hint for words, hint in advice.items() if words in errors), "")
         return last.rstrip(".") + hint

@@ -21,9 +21,7 @@ def cluster_key(inventory: Inventory) -> str:
 
 
 class ClusterRecord:
-    """The record of one cluster; `hosts` by name: how each is reached, and its interface and Ray
-    node.
-    """
+    """The record of one cluster; `hosts` by name: how each is reached, its interface and node."""
 
     def __init__(self, store: Path, inventory: Inventory) -> None:
         self.path = store / FOLDER / f"{cluster_key(inventory)}.json"
@@ -37,12 +35,8 @@ class ClusterRecord:
 
     def no_longer_listed(self, inventory: Inventory) -> list[Host]:
         """Return hosts that were started but are no longer in the inventory."""
-        listed = {host.name for host in inventory.hosts}
-        return [
-            Host.model_validate(each["host"])
-            for name, each in self.hosts.items()
-            if name not in listed
-        ]
+        removed = self.hosts.keys() - {host.name for host in inventory.hosts}
+        return [Host.model_validate(self.hosts[name]["host"]) for name in sorted(removed)]
 
     def write(self, hosts: Mapping[str, Mapping[str, Any]], **changes: Any) -> None:
         """Replace the recorded hosts; without any, the file is removed."""
@@ -55,9 +49,7 @@ class ClusterRecord:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Read the record, and exclude other commands of this machine that start or stop the
-        cluster.
-        """
+        """Read the record, and exclude this machine's other commands that change the cluster."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
         with durable.locked(lock, waiting="which starts or stops the cluster"):
@@ -71,13 +63,7 @@ class ClusterRecord:
 
 def others_started(store: Path, inventory: Inventory) -> list[str]:
     """List the store's records of other clusters, as "head_port (from FILE)"."""
-    own = cluster_key(inventory)
-    found = {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
-        for path in (store / FOLDER).glob("*.json")
-    }
-    return [
-        f"{key} (from {values.get('source')})"
-        for key, values in sorted(found.items())
-        if key != own
-    ]
+    others = sorted(
+        path for path in (store / FOLDER).glob("*.json") if path.stem != cluster_key(inventory)
+    )
+    return [f"{path.stem} (from {json.loads(path.read_text())['source']})" for path in others]

@@ -22,27 +22,19 @@ from tasks.nodes.inventory import SSH, Inventory, read, resolve
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none --nodelist={host} sh -c"
 SCONTROL_SECONDS = 20
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # SLURM writes 72(x2),36 for 72, 72, 36
-_GRES = re.compile(
-    r"gres[:/](\w+)(?:[:/][\w.-]*[a-zA-Z][\w.-]*)?[:=](\d+)"
-)  # gres/gpu:a100:8, gres:npu:16
+# gres/gpu:a100:8, gres:npu:16
+_GRES = re.compile(r"gres[:/](\w+)(?:[:/][\w.-]*[a-zA-Z][\w.-]*)?[:=](\d+)")
 _NPU_GRES = re.compile(r"npu|ascend|davinci", re.IGNORECASE)  # sites choose the name
 _DEVICE_GRES = re.compile(rf"gpu|{_NPU_GRES.pattern}", re.IGNORECASE)
 _VOLCANO = re.compile(r"VC_(\w+)_HOSTS")
 _ITEM = re.compile(r"(?:\[[^]]*\]|[^,[])+")  # between commas outside brackets
 _BRACKET = re.compile(r"\[([^]]*)\]")
-_HEADS = (
-    "HEAD",
-    "MASTER",
-    "DRIVER",
-    "LAUNCHER",
-)  # names of Volcano tasks whose pod becomes the head
+_HEADS = ("HEAD", "MASTER", "DRIVER", "LAUNCHER")  # Volcano tasks whose pod becomes the head
 
 
 @dataclass(frozen=True)
 class _Allocation:
-    """An allocation's nodes with their devices and CPUs; None if the scheduler does not report
-    them.
-    """
+    """An allocation's nodes with their devices and CPUs; None where the scheduler has no count."""
 
     source: str
     devices: Mapping[str, int | None]
@@ -59,9 +51,8 @@ def machines_of(path: Path | None, environ: Mapping[str, str]) -> tuple[Inventor
 def from_scheduler(environ: Mapping[str, str]) -> Inventory:
     """Return the nodes of the current job as an inventory; the first is the head.
 
-    Supports SLURM, PBS and Torque, and Volcano jobs on Kubernetes. If the scheduler does not count
-    devices, each node is assumed to have as many as this machine. Raises ConfigError outside a job,
-    and if the job does not list its nodes.
+    Without a count of devices, each node is assumed to have as many as this machine. Raises
+    ConfigError outside a job, and if the job does not list its nodes.
     """
     for name, allocation_of in (
         ("SLURM_JOB_ID", _from_slurm),
@@ -91,19 +82,13 @@ def _inventory(found: _Allocation, environ: Mapping[str, str]) -> Inventory:
 
 
 def _setup_of_cann(environ: Mapping[str, str]) -> str | None:
-    """Return a shell line that sources this machine's CANN files: commands over ssh lack their
-    variables.
-    """
-    homes = [
-        Path(environ[name])
-        for name in ("ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH")
-        if environ.get(name)
-    ]
-    files = [
-        next((file for up in home.parents if (file := up / "set_env.sh").is_file()), None)
-        for home in homes
-    ]
-    return " && ".join(f". {shlex.quote(str(file))}" for file in files if file is not None) or None
+    """Return a line that sources this machine's CANN files: ssh commands lack their variables."""
+    lines = []
+    for name in ("ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH"):
+        folders = Path(environ[name]).parents if environ.get(name) else ()
+        files = (folder / "set_env.sh" for folder in folders)
+        lines += [f". {shlex.quote(str(file))}" for file in files if file.is_file()][:1]
+    return " && ".join(lines) or None
 
 
 def _devices_here(kind: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -127,17 +112,12 @@ def _from_slurm(environ: Mapping[str, str]) -> _Allocation:
     names = _scontrol("show", "hostnames", listed) or expand(listed)
     gres, devices = _gres(environ)
     tasks = _repeated(environ.get("SLURM_TASKS_PER_NODE", ""))
-    if (
-        devices is None
-        and (each := environ.get("SLURM_GPUS_PER_TASK"))
-        and len(tasks) == len(names)
-    ):
+    each = environ.get("SLURM_GPUS_PER_TASK")
+    if devices is None and each and len(tasks) == len(names):
         devices = [_last_number(each) * task for task in tasks]
     cpus = _repeated(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    tracking = [
-        line.split()[-1] for line in _scontrol("show", "config") if line.startswith("ProctrackType")
-    ]
-    shell = SRUN if tracking in (["proctrack/linuxproc"], ["proctrack/pgid"]) else SSH
+    has_own_tracking = re.compile(r"ProctrackType\s*=\s*proctrack/(linuxproc|pgid)\s*").fullmatch
+    shell = SRUN if any(map(has_own_tracking, _scontrol("show", "config"))) else SSH
     kind = "npu" if _NPU_GRES.search(gres) or environ.get("ASCEND_RT_VISIBLE_DEVICES") else None
     if kind is None and devices is not None:
         kind = _kind_of_gpus()
@@ -168,9 +148,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:
-    """Return the name of the generic resource and its count per node; None if SLURM does not report
-    it.
-    """
+    """Return the name of the generic resource and its count per node; None if SLURM has none."""
     job = " ".join(_scontrol("show", "job", "--oneliner", environ["SLURM_JOB_ID"]))
     per_node = re.search(r"TresPerNode=(\S+)", job)
     if per_node and (found := _GRES.findall(per_node[1])):
@@ -186,9 +164,7 @@ def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:
 
 
 def _kind_of_gpus() -> str:
-    """The kind of device that the scheduler counts as GPUs: NPUs if the site registers them so,
-    else CUDA.
-    """
+    """The kind of device that the scheduler counts as GPUs; some sites register NPUs so."""
     import importlib.util
 
     return "npu" if importlib.util.find_spec("torch_npu") else "cuda"
@@ -205,19 +181,18 @@ def _last_number(text: str) -> int:
 def _repeated(text: str) -> list[int]:
     """Return 72, 72, 36 for SLURM's `72(x2),36`; [] for any other form."""
     matches = [_REPEATED.fullmatch(part) for part in text.split(",")]
-    return (
-        [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
-        if all(matches)
-        else []
-    )
+    if not all(matches):
+        return []
+    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
 
 
 def _by_name(names: Sequence[str], counts: Sequence[int] | None) -> dict[str, int | None]:
-    """Assign a count to each name; a single count applies to all."""
+    """Assign a count to each name; a single count applies to all, another number to none."""
     if counts is not None and len(counts) == 1:
-        counts = [counts[0]] * len(names)
-    fits = counts is not None and len(counts) == len(names)
-    return dict(zip(names, counts if fits and counts else [None] * len(names), strict=True))
+        return dict.fromkeys(names, counts[0])
+    if counts is None or len(counts) != len(names):
+        return dict.fromkeys(names)
+    return dict(zip(names, counts, strict=True))
 
 
 def _scontrol(*arguments: str) -> list[str]:
@@ -225,16 +200,12 @@ def _scontrol(*arguments: str) -> list[str]:
     if (command := shutil.which("scontrol")) is None:
         return []
     try:
-        done = subprocess.run(
-            [command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=SCONTROL_SECONDS,
-            check=False,
+        output = subprocess.check_output(
+            [command, *arguments], stderr=subprocess.DEVNULL, text=True, timeout=SCONTROL_SECONDS
         )
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return []
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    return output.splitlines()
 
 
 def _from_pbs(environ: Mapping[str, str]) -> _Allocation:
@@ -243,10 +214,8 @@ def _from_pbs(environ: Mapping[str, str]) -> _Allocation:
     if not slots:
         raise ConfigError(f"{source}: {environ['PBS_NODEFILE']} lists no node")
     devices: dict[str, int | None] = dict.fromkeys(slots)
-    if environ.get("PBS_GPUFILE"):  # Torque: lines such as node1-gpu0
-        counted = Counter(
-            line.rpartition("-gpu")[0] for line in _lines(environ["PBS_GPUFILE"], source)
-        )
+    if path := environ.get("PBS_GPUFILE"):  # Torque: lines such as node1-gpu0
+        counted = Counter(line.rpartition("-gpu")[0] for line in _lines(path, source))
         devices |= {name: counted[name] for name in slots if counted[name]}
     kind = _kind_of_gpus() if all(devices.values()) else None
     return _Allocation(source, devices, dict(slots), kind)

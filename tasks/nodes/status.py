@@ -1,4 +1,4 @@
-"""`dapo cluster status` and `down`: the state of Ray on each host of an inventory, and stopping it."""
+"""`dapo cluster status` and `down`: the state of Ray on each host, and stopping it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.nodes.inventory import Host, Inventory
-from tasks.nodes.launch import describe_end, nodes_of, request_of
+from tasks.nodes.launch import describe_end, nodes_of, requests_of
 from tasks.nodes.on_node import END_SECONDS, KILLED_SECONDS
 from tasks.nodes.reach import ANSWER_SECONDS, Answer, ask
 from tasks.nodes.record import ClusterRecord
@@ -21,9 +21,7 @@ UP, LOST, ENDED, ABSENT, SILENT = "up", "lost", "ended", "not started", "not rea
 
 @dataclass(frozen=True)
 class HostStatus:
-    """The state of a host's Ray and why, its interface, Ray node and devices; `started_at` in epoch
-    seconds.
-    """
+    """A host's Ray: state and why, interface, node and devices; `started_at` since the epoch."""
 
     host: str
     state: str
@@ -39,7 +37,7 @@ class HostStatus:
 def look_at(inventory: Inventory) -> list[HostStatus]:
     """Return the state of every host, the head first, as the host and the head report it."""
     hosts = inventory.in_order
-    answers = ask(inventory, {host.name: request_of(inventory, host, "status") for host in hosts})
+    answers = ask(inventory, requests_of(inventory, "status", hosts))
     reply = answers[inventory.head_host.name].reply
     head = reply.get("running") if not reply.get("unreachable") else None
     nodes: dict[str, dict[str, Any]] = {}
@@ -66,10 +64,8 @@ def _status(
         state, reason, free = ENDED, describe_end(answer), 0.0
     else:
         reason = str(answer.reply["unreachable"])
-        if nodes and not node.get("is_alive"):
-            reason = reason or (
-                "the head has declared it dead" if node else "the head does not know it"
-            )
+        if nodes and not node.get("is_alive") and not reason:
+            reason = "the head has declared it dead" if node else "the head does not know it"
         state = LOST if reason else UP
     return HostStatus(
         host.name,
@@ -86,9 +82,7 @@ def _status(
 
 @dataclass(frozen=True)
 class Ending:
-    """The result of `down`: lines to print, and the hosts that could not be stopped, with the
-    reason.
-    """
+    """The result of `down`: lines to print, and why hosts could not be stopped."""
 
     ended: list[str]
     left: dict[str, str]
@@ -103,24 +97,19 @@ def take_down(inventory: Inventory, store: Path) -> Ending:
     with record.locked():
         hosts = (*inventory.hosts, *record.no_longer_listed(inventory))
         everyone = inventory.model_copy(update={"hosts": hosts, "head": inventory.head_host.name})
-        requests = {host.name: request_of(everyone, host, "stop") for host in hosts}
+        requests = requests_of(everyone, "stop", hosts)
         answers = ask(everyone, requests, ANSWER_SECONDS + END_SECONDS + KILLED_SECONDS)
         left = {name: answer.problem for name, answer in answers.items() if answer.problem}
         if record.hosts:
-            remaining = [host for host in hosts if host.name in left]
-            record.write(
-                {
-                    h.name: {"host": h.model_dump(mode="json"), **record.hosts.get(h.name, {})}
-                    for h in remaining
-                }
-            )
+            remaining = {
+                host.name: {"host": host.model_dump(mode="json"), **record.hosts.get(host.name, {})}
+                for host in hosts
+                if host.name in left
+            }
+            record.write(remaining)
     ended = []
     for name, answer in answers.items():
         if not answer.problem and answer.reply["ended"] is not None:
-            count = answer.reply["num_processes"]
-            ended.append(
-                f"{name}: {count} processes"
-                if answer.reply["was_alive"]
-                else f"{name}: had ended before"
-            )
+            count = f"{answer.reply['num_processes']} processes"
+            ended.append(f"{name}: {count if answer.reply['was_alive'] else 'had ended before'}")
     return Ending(ended, left)

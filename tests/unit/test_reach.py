@@ -38,7 +38,7 @@ BARE = str(Path(sys.executable).resolve())  # outside the virtual environment
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -205,13 +205,13 @@ def test_hosts_that_do_not_match_the_head_are_refused() -> None:
         "c": answer("10.0.0.3", 8),
     }
     found["d"] = answer("10.0.0.3")
-    problems = launch._mismatches(inventory, found, found["a"])
+    problems = launch._mismatches(inventory, found)
     assert problems["b"] == "python 3.11.2 differs from the head's 3.11.1: Ray needs equal versions"
     assert problems["c"].startswith("its address 10.0.0.3 is also another host's")
     assert problems["d"] == problems["c"]
     found["d"].reply["running"] = {"address": "10.9.9.9", "interface": "eth1"}
     found["d"].reply["interface"] = {"address": "10.0.0.4"}
-    problems = launch._mismatches(inventory, found, found["a"])
+    problems = launch._mismatches(inventory, found)
     assert problems["c"] == "it has 8 npu devices, the inventory lists 16: set its devices"
     assert problems["d"].startswith(
         "Ray is running at 10.9.9.9 on eth1, but the inventory now leads to 10.0.0.4;"
