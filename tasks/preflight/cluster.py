@@ -1,4 +1,4 @@
-"""The preflight on a Ray cluster: examine all nodes in parallel, and the connections between them."""
+"""The preflight on a Ray cluster: examine all nodes in parallel, and their connections."""
 
 from __future__ import annotations
 
@@ -52,17 +52,13 @@ def check_cluster(
         with connected_to_ray(config.train, num_cpus=0, answer_seconds=seconds, is_quiet=True):
             return _NodeChecks(config, model, findings).run()
     except (ConfigError, WorkerDied) as error:
-        advice = (
-            "start Ray there (docs/operating.md), or unset train.ray_address to use a private Ray"
-        )
+        advice = "start Ray there (docs/operating.md), or unset train.ray_address: a private Ray"
         findings.add("Ray", FAIL, str(error), advice)
         return None
 
 
 def _answer_seconds(address: str) -> float:
-    """Return how long to wait for the cluster: longer if its port answers, as joining takes many
-    round trips.
-    """
+    """Return how long to wait for the cluster: longer if its port answers, as joining is slow."""
     if not address.rpartition(":")[2].isdecimal():  # auto
         return ANSWER_SECONDS
     try:
@@ -73,9 +69,7 @@ def _answer_seconds(address: str) -> float:
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check health, links and free memory of this machine's devices, for a training with a private
-    Ray.
-    """
+    """Check health, links and free memory of this machine's devices, for a private Ray."""
     from tasks.preflight.node_probe import devices_here
 
     kind = config.train.device
@@ -127,24 +121,21 @@ class _NodeChecks:
         from tasks.preflight.node_probe import NodeProbe
 
         living = living_nodes()
-        total: Counter[str] = Counter()
-        free: Counter[str] = Counter()
+        total, free = Counter[str](), Counter[str]()
         for node in living:
             total.update(node.resources)
             free.update(node.free)
         check_room(self.config, Room(total, free), self.findings)
         resource = self.device.ray_resource
-        with actors_on(
-            [node for node in living if node.resources.get(resource, 0) > 0], NodeProbe
-        ) as probes:
+        with_devices = [node for node in living if node.resources.get(resource, 0) > 0]
+        with actors_on(with_devices, NodeProbe) as probes:
             self.probes = probes
             reports = self._ask("report", self.device.kind, conditions_of(self.config))
             if not reports:
                 return None
             self.probes = {node: probe for node, probe in probes.items() if node in reports}
-            self.findings.add(
-                "nodes", OK, f"{len(reports)}: {', '.join(node.name for node in reports)}"
-            )
+            names = ", ".join(node.name for node in reports)
+            self.findings.add("nodes", OK, f"{len(reports)}: {names}")
             limit = self._compare(reports)
             self._check_clocks()
             self._check_files()
@@ -159,15 +150,11 @@ class _NodeChecks:
         of: Mapping[Node, Sequence[Any]] | None = None,
         more_seconds: float = 0.0,
     ) -> dict[Node, Any]:
-        """Call a method on all probes, or on those in `of` with their own arguments; failures
-        become findings.
-        """
+        """Call all probes, or those in `of` with own arguments; failures become findings."""
         from dapo_core.cluster.every_node import ask
 
         of = dict.fromkeys(self.probes, arguments) if of is None else of
-        calls = {
-            node: getattr(self.probes[node], method).remote(*given) for node, given in of.items()
-        }
+        calls = {node: getattr(self.probes[node], method).remote(*of[node]) for node in of}
         answers = ask(calls, NODE_SECONDS + more_seconds)
         for error in answers.failed.values():
             checks.add(self.findings, "answer", FAIL, str(error), ())
@@ -180,9 +167,8 @@ class _NodeChecks:
 
         kind, findings = self.device.kind, self.findings
         own = own_node()
-        reports = {
-            node.name: given[node] for node in sorted(given, key=lambda node: node.id != own)
-        }
+        own_first = sorted(given, key=lambda node: node.id != own)
+        reports = {node.name: given[node] for node in own_first}
         versions = {name: report["versions"] for name, report in reports.items()}
         if own not in {node.id for node in given}:
             versions[THIS_MACHINE] = versions_here("cpu", os.environ, None)
@@ -192,12 +178,12 @@ class _NodeChecks:
         if kind != "cpu":
             smallest = checks.smallest_device(reports, kind)
             limit = None if smallest is None else Limit("the cluster's smallest device", smallest)
-            promised = {
-                node.name: int(node.resources.get(self.device.ray_resource, 0)) for node in given
-            }
-            checks.check_devices(
-                reports, _needed_bytes(self.config, self.model, smallest), promised, findings
+            resource, needed = (
+                self.device.ray_resource,
+                _needed_bytes(self.config, self.model, smallest),
             )
+            promised = {node.name: int(node.resources.get(resource, 0)) for node in given}
+            checks.check_devices(reports, needed, promised, findings)
             if smallest is not None and (model := self.config.train.device_model) is not None:
                 checks.check_device_model(model, smallest, findings)
             checks.check_links(reports, findings)
@@ -213,8 +199,7 @@ class _NodeChecks:
             checks.check_clocks(skews, self.findings)
 
     def _skew_of(self, node: Node) -> tuple[float, float] | None:
-        """Return the seconds that a node's clock is ahead, and the error: half of the shortest
-        round trip.
+        """Return the seconds that a node's clock is ahead, and half of the shortest round trip.
 
         None if the node does not answer one of the readings.
         """
@@ -236,27 +221,22 @@ class _NodeChecks:
         store = Path(self.config.store.path).absolute()
         folder = next(path for path in (store, *store.parents) if path.exists())
         others = [node for node in self.probes if node.id != own_node()]
-        if not others or not os.access(
-            folder, os.W_OK | os.X_OK
-        ):  # the disk check reports the second
+        is_writable = os.access(folder, os.W_OK | os.X_OK)  # else the disk check says so
+        if not others or not is_writable:
             return
         paths = {
-            name: path.absolute() for name, path in shared_paths(self.config, self.model).items()
-        }
-        paths = {
-            name: path
-            for name, path in paths.items()
+            name: path.absolute()
+            for name, path in shared_paths(self.config, self.model).items()
             if path.is_file() or (path / "config.json").is_file()
         }
         paths[OUTPUT] = folder
         with probe_in(folder) as probe:
-            seen = self._ask(
-                "differences", of=dict.fromkeys(others, (paths, digests(paths), probe))
-            )
+            arguments = (paths, digests(paths), probe)
+            seen = self._ask("differences", of=dict.fromkeys(others, arguments))
         checks.check_seen({node.name: found for node, found in seen.items()}, self.findings)
 
     def _check_connections(self) -> None:
-        """Try a TCP connection from each node to each port, at each address, of every other node."""
+        """Try a TCP connection from each node to each port and address of every other node."""
         from tasks.preflight.node_probe import NodeProbe
 
         if len(self.probes) < 2:
@@ -278,9 +258,7 @@ class _NodeChecks:
         checks.check_connections(taken, failures, sum(map(len, targets.values())), self.findings)
 
     def _check_all_reduce(self) -> None:
-        """Run an all-reduce between neighbours in a ring of nodes, pair by pair, to find a failing
-        pair.
-        """
+        """Run an all-reduce between neighbours in a ring of nodes, to find a failing pair."""
         results: dict[Pair, str | float] = {}
         for pairs in rounds(list(self.probes)):
             results |= self._reduce(pairs)
@@ -293,11 +271,8 @@ class _NodeChecks:
 
         kind, resource = self.device.kind, self.device.ray_resource
         devices = {} if kind == "cpu" else {resource: 1.0}
-        free = [
-            pair
-            for pair in pairs
-            if not devices or all(node.free.get(resource, 0) >= 1 for node in pair)
-        ]
+        is_free = {node: kind == "cpu" or node.free.get(resource, 0) >= 1 for node in self.probes}
+        free = [pair for pair in pairs if is_free[pair[0]] and is_free[pair[1]]]
         places = self._ask("rendezvous", of={one: (one.address,) for one, _ in free})
         tasks = {
             node: start_on(node, devices, all_reduce, rank, places[pair[0]], kind, REDUCE_SECONDS)
@@ -306,43 +281,34 @@ class _NodeChecks:
             for rank, node in enumerate(pair)
         }
         answers = finish(tasks, REDUCE_SECONDS * 1.5)
-        results: dict[Pair, str | float] = {}
+        results: dict[Pair, str | float] = {(one.name, other.name): "" for one, other in pairs}
         for one, other in pairs:
-            if one not in tasks:
-                results[one.name, other.name] = ""
-                continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
-            results[one.name, other.name] = (
-                "; ".join(failed) if failed else max(answers.results[one], answers.results[other])
-            )
+            if failed:
+                results[one.name, other.name] = "; ".join(failed)
+            elif one in tasks:
+                results[one.name, other.name] = max(answers.results[one], answers.results[other])
         return results
 
 
 def _targets(node: Node, listening: Mapping[Node, Any]) -> list[tuple[str, int, str, str, str]]:
-    """Return address, port and greeting of each listening port, the range's name, and the node's
-    name.
+    """Return address, port, greeting and range of each listening port, and the node's name.
 
-    Each node starts with its successor, so that they do not all connect to one node at the same
-    time.
+    Each node starts with its successor, so that they do not all connect to one node at once.
     """
-    nodes = list(listening)
+    nodes, targets = list(listening), []
     after = nodes.index(node) + 1
-    return [
-        (address, port, each["word"], f"{name}; {sources}", other.name)
-        for other in [*nodes[after:], *nodes[: after - 1]]
-        for each in [listening[other]]
-        for address, sources in _sources_by_address(each["addresses"]).items()
-        for name, port in each["ports"].items()
-        if port is not None
-    ]
-
-
-def _sources_by_address(addresses: Mapping[str, str]) -> dict[str, str]:
-    """Map each address to the names of the settings that select it."""
-    return {
-        address: ", ".join(name for name, other in addresses.items() if other == address)
-        for address in addresses.values()
-    }
+    for other in [*nodes[after:], *nodes[: after - 1]]:
+        each = listening[other]
+        sources: dict[str, list[str]] = {}  # the settings that select an address
+        for name, address in each["addresses"].items():
+            sources.setdefault(address, []).append(name)
+        ports = {name: port for name, port in each["ports"].items() if port is not None}
+        for address, names in sources.items():
+            for name, port in ports.items():
+                label = f"{name}; {', '.join(names)}"
+                targets.append((address, port, each["word"], label, other.name))
+    return targets
 
 
 def rounds(nodes: Sequence[Any]) -> list[list[tuple[Any, Any]]]:

@@ -26,11 +26,8 @@ class Finding:
     @property
     def message(self) -> str:
         """Where, what, and the consequence."""
-        return (
-            (f"{self.where}: " if self.where else "")
-            + self.found
-            + (f"; {self.why}" if self.why else "")
-        )
+        where, why = f"{self.where}: " if self.where else "", f"; {self.why}" if self.why else ""
+        return f"{where}{self.found}{why}"
 
 
 class PreflightError(ConfigError):
@@ -63,9 +60,8 @@ class Findings(list[Finding]):
         if len(lines) == 1:
             raise PreflightError(lines[0])
         if lines:
-            raise PreflightError(
-                "\n- ".join([f"{len(lines)} findings would end this run:", *lines])
-            )
+            header = f"{len(lines)} findings would end this run:"
+            raise PreflightError("\n- ".join([header, *lines]))
 
 
 def describe(findings: Sequence[Finding]) -> list[str]:
@@ -78,12 +74,8 @@ def describe(findings: Sequence[Finding]) -> list[str]:
 
 def count_checks(findings: Sequence[Finding]) -> str:
     """Return the numbers of passed checks and of warnings, such as "6 checks passed, 1 warning"."""
-    num_passed, num_warnings = (
-        sum(one.status == status for one in findings) for status in (OK, WARN)
-    )
-    passed = f"{num_passed} check{'' if num_passed == 1 else 's'} passed"
-    return (
-        f"{passed}, {num_warnings} warning{'' if num_warnings == 1 else 's'}"
-        if num_warnings
-        else passed
-    )
+    passed, warnings = (sum(one.status == status for one in findings) for status in (OK, WARN))
+    counts = [f"{passed} check{'' if passed == 1 else 's'} passed"]
+    if warnings:
+        counts.append(f"{warnings} warning{'' if warnings == 1 else 's'}")
+    return ", ".join(counts)

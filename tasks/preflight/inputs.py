@@ -1,6 +1,4 @@
-"""Read the inputs of a recipe for its checks: local files before a run, everything else once it is
-fetched.
-"""
+"""Read a recipe's inputs for its checks: local files before a run, the others once fetched."""
 
 from __future__ import annotations
 
@@ -37,15 +35,11 @@ class Inputs:
     model: Path | None = None
     problems: Sequence[Problem] = ()
     evaluation: EvaluationSet | None = None  # data.eval
-    benchmarks: Mapping[str, EvaluationSet] = field(
-        default_factory=dict
-    )  # evaluate.benchmarks, by name
+    benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # by name
     later: tuple[str, ...] = ()
 
     def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
-        """Return the local sets that will be evaluated: the benchmarks, or data.eval if there are
-        none.
-        """
+        """Return the local sets that will be evaluated: the benchmarks, else data.eval."""
         named = config.evaluate.named
         if not named:
             return [(None, self.evaluation)] if self.evaluation is not None else []
@@ -53,16 +47,12 @@ class Inputs:
 
 
 def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
-    """Read the recipe's local files, unless there are findings already. Unusable rows become
-    findings.
-    """
+    """Read the recipe's local files unless there are findings; unusable rows become findings."""
     inputs = Inputs(later=inputs_later(config))
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
     sources = train_sources(config)
-    if findings or all(
-        source.is_generated for source in sources
-    ):  # generated problems fit by construction
+    if findings or all(source.is_generated for source in sources):  # those fit by construction
         return inputs
     for source in sources:
         if not source.is_generated and source.path is not None:
@@ -81,16 +71,14 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
     """Describe the model and the sets that cannot be read until the first two stages have run."""
     is_fetched = config.model.source not in ("path", "recipe")
     later = [f"the model {model_name(config.model)}"] if is_fetched else []
-    later += [
-        f"the rows of {source.name}" + (f" after the first {NUM_FIRST:,}" if source.path else "")
-        for source in train_sources(config)
-        if _is_read_later(source)
-    ]
+    for source in filter(_is_read_later, train_sources(config)):
+        part = f" after the first {NUM_FIRST:,}" if source.path else ""
+        later.append(f"the rows of {source.name}{part}")
     evaluated = [*eval_sources(config), *benchmark_sources(config).values()]
-    held_out = dict.fromkeys(
-        source.name for source in evaluated if not (source.path or source.is_generated)
-    )
-    return (*later, f"the rows of {', '.join(held_out)}") if held_out else tuple(later)
+    remote = [source.name for source in evaluated if not (source.path or source.is_generated)]
+    if remote:
+        later.append(f"the rows of {', '.join(dict.fromkeys(remote))}")
+    return tuple(later)
 
 
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
@@ -113,9 +101,7 @@ def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
 
 
 def _is_read_later(source: Source) -> bool:
-    """True if only the first two stages read all of the source: it is remote, or larger than
-    MAX_BYTES.
-    """
+    """True if only the first stages read all of the source: remote, or larger than MAX_BYTES."""
     if source.is_generated or source.path is None:
         return not source.is_generated
     files = source.path.rglob("*") if source.path.is_dir() else [source.path]

@@ -32,19 +32,8 @@ if TYPE_CHECKING:
     from tasks.preflight.model import ModelFacts
 
 INPUTS = ("prepare_data", "fetch_model")  # labels of the stages that training reads
-CPU_HEAD_WIDTHS = (
-    32,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    512,
-)  # of vLLM's CPUAttentionBackend
+# Of vLLM's CPUAttentionBackend.
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CACHE_MARGIN = 1.25  # vLLM rounds to blocks and reserves some
 # Checks that may fail on a machine that only plans the run.
 OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray", "trainer"})
@@ -76,9 +65,7 @@ def check_machine(
 
 
 def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check this machine's devices for policy ranks and rollout workers, unless a cluster provides
-    them.
-    """
+    """Check this machine's devices for ranks and engines, unless a cluster provides them."""
     train, device = config.train, device_for(config.train.device)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         findings.add(
@@ -98,16 +85,10 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
             return
         names = device.visible(os.environ)
         if config.num_devices > len(names):
-            engines = (
-                ""
-                if train.is_colocated
-                else f" + {config.rollout.num_devices} for rollout.num_workers"
-            )
-            sharing = (
-                ""
-                if train.is_colocated
-                else ", let ranks and engines share (train.placement=colocated)"
-            )
+            engines, sharing = "", ""
+            if not train.is_colocated:
+                engines = f" + {config.rollout.num_devices} for rollout.num_workers"
+                sharing = ", let ranks and engines share (train.placement=colocated)"
             raise ConfigError(
                 f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but "
                 f"this machine has {len(names)} visible {device.kind} devices "
@@ -127,18 +108,13 @@ def _is_on_a_cluster(config: ChainConfig) -> bool:
 
 
 def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Check devices, ports and compiler of the servers; on a CPU also that vLLM supports the
-    model's head size.
-    """
+    """Check devices, ports and compiler of the servers, and on a CPU the model's head size."""
     serve = config.serve
     with findings.catching("serving"):
         serve_environments(serve, os.environ)
         choose_ports(serve)
         if vllm_device().kind == "cpu":
-            needs_compiler = not serve.eager and not any(
-                map(shutil.which, ("g++", "c++", "clang++"))
-            )
-            if needs_compiler:
+            if not serve.eager and not any(map(shutil.which, ("g++", "c++", "clang++"))):
                 raise ConfigError(
                     "serve.eager=false compiles the model, but there is no C++ compiler; --set "
                     "serve.eager=true"
@@ -167,13 +143,9 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
     """Check that the longest sequence fits each KV cache whose size the recipe sets."""
     if facts.token_bytes is None:
         return
-    rollout, longest = (
-        config.rollout,
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-    )
-    caches = [
-        ("serve.memory_gigabytes", config.serve.memory_gigabytes, config.serve.max_model_len, 1)
-    ]
+    serve, rollout = config.serve, config.rollout
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    caches = [("serve.memory_gigabytes", serve.memory_gigabytes, serve.max_model_len, 1)]
     if rollout.engine == "vllm" and config.train.device == "cpu":
         caches.append(("rollout.memory_gigabytes", rollout.memory_gigabytes, longest, 2))  # float32
     for key, gigabytes, tokens, factor in caches:
@@ -221,38 +193,29 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
             "checkpoint.keep_last, or run `dapo gc --keep-runs N`",
         )
     else:
-        findings.add(
-            "disk", OK, found + (f", about {describe_bytes(needed)} needed{kept}" if needed else "")
-        )
+        needs = f", about {describe_bytes(needed)} needed{kept}" if needed else ""
+        findings.add("disk", OK, f"{found}{needs}")
 
 
 def _written_bytes(config: ChainConfig, disk: Disk) -> int:
-    """Return how many of the plan's bytes finished stages and a resumable training have written
-    already.
-    """
+    """Return how many of the plan's bytes finished stages and an unfinished training hold."""
     store, num_bytes = ArtifactStore(config.store.path), 0
+    checkpoints = disk.checkpoint * disk.num_checkpoints
     found: dict[str, Artifact] = {}
     for link in chain_of(config):
         is_training, is_merged = link.label == "train_policy", link.label.startswith("merge_")
-        if not (is_training or is_merged or link.label in INPUTS) or not found.keys() >= set(
-            link.needs
-        ):
+        is_counted = is_training or is_merged or link.label in INPUTS
+        if not is_counted or not found.keys() >= set(link.needs):
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (
-            DapoError,
-            DownloadError,
-            EvaluationError,
-        ):  # another check, or the stage, reports it
+        except (DapoError, DownloadError, EvaluationError):  # another check or the stage reports it
             continue
         if (artifact := store.lookup(key.stage, key.key)) is not None:
             found[link.label] = artifact
-            num_bytes += (
-                is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
-            )
+            num_bytes += is_training * checkpoints + is_merged * disk.merged
         elif is_training and (left := store.unfinished(key.stage, key.key)) is not None:
             with suppress(FileNotFoundError):  # a running training removes old checkpoints
                 size = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
-                num_bytes += min(size, disk.checkpoint * disk.num_checkpoints)
+                num_bytes += min(size, checkpoints)
     return num_bytes

@@ -1,6 +1,4 @@
-"""Check a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's
-prompts.
-"""
+"""Check a model folder: complete, trainable, servable, its tokenizer renders the prompts."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class ModelFacts:
 
 
 def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelFacts:
-    """Return the facts of a model folder; add a finding for anything training, engines or servers
-    would reject.
-    """
+    """Return the facts of a model folder; add what training, engines or servers would reject."""
     num_before = len(findings)
     with findings.catching("model"):
         require_model_folder(folder)
@@ -92,9 +88,7 @@ def _require_even_heads(text: Any, config: ChainConfig) -> None:
 
 
 def _require_parts(text: Any, config: ChainConfig) -> None:
-    """Raise ConfigError for more pipeline stages than layers, or expert parallelism of a model
-    without experts.
-    """
+    """Raise ConfigError for more pipeline stages than layers, or experts that do not exist."""
     layers, stages = getattr(text, "num_hidden_layers", 0), config.rollout.pipeline_parallel
     if layers and stages > layers:
         raise ConfigError(
@@ -114,11 +108,8 @@ def _head_width(text: Any) -> int | None:
 
 
 def _token_bytes(text: Any) -> int | None:
-    layers, heads = (
-        getattr(text, "num_hidden_layers", None),
-        getattr(text, "num_attention_heads", None),
-    )
-    head_width = _head_width(text)
+    layers = getattr(text, "num_hidden_layers", None)
+    heads, head_width = getattr(text, "num_attention_heads", None), _head_width(text)
     if not (layers and heads and head_width):
         return None
     return 2 * layers * (getattr(text, "num_key_value_heads", None) or heads) * head_width * 2

@@ -1,4 +1,4 @@
-"""Collect a node's state for the preflight, on the node; returns plain data for nodes.py to judge."""
+"""Collect a node's state for the preflight, on the node, as plain data for nodes.py to judge."""
 
 from __future__ import annotations
 
@@ -40,30 +40,29 @@ GREETING_BYTES = 32
 
 
 def node_environment() -> dict[str, str]:
-    """Return the raylet's environment, as Ray changes some variables for workers; outside Ray, this
-    process's.
-    """
-    parent = psutil.Process().parent()
-    if parent is not None and parent.name() == "raylet":
-        return dict(parent.environ())
-    return dict(os.environ)
+    """Return the environment of the node's raylet: Ray changes some variables for workers."""
+    raylet = _raylet()
+    return dict(os.environ) if raylet is None else dict(raylet.environ())
 
 
 def ray_options() -> dict[str, str]:
     """Return the options of the node's raylet, by name; {} outside Ray."""
+    raylet = _raylet()
+    words = [] if raylet is None else raylet.cmdline()
+    pairs = (word.removeprefix("--").partition("=") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
+def _raylet() -> psutil.Process | None:
+    """The raylet that started this process; None outside Ray."""
     parent = psutil.Process().parent()
-    words = parent.cmdline() if parent is not None and parent.name() == "raylet" else []
-    return {
-        name: value for name, _, value in (word.removeprefix("--").partition("=") for word in words)
-    }
+    return parent if parent is not None and parent.name() == "raylet" else None
 
 
 def port_ranges(
     environment: Mapping[str, str], ray: Mapping[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Return first and last port of each range that training processes listen on, by name; 0: any
-    free port.
-    """
+    """Return first and last port of the ranges that training listens on; 0: any free port."""
     ranges = {"any free port": (0, 0)}
     first, last = (int(ray.get(f"{end}_worker_port", "0")) for end in ("min", "max"))
     if first:
@@ -86,9 +85,7 @@ def versions_here(
 
 
 def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the visible devices with their processes, links (NPU) and unreadable lines; None for a
-    CPU.
-    """
+    """Return the visible devices with their processes, links and unread lines; None for a CPU."""
     if device not in TOOLS:
         return None
     from dapo_core.machine.device import device_for
@@ -97,10 +94,8 @@ def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] 
     variable = device_for(device).visible_variable
     visible, unread = found.visible(environment.get(variable)), list(found.unread)
     if found.devices and not visible and environment.get(variable):
-        unread.append(
-            f"{variable}={environment[variable]} selects none of the devices that {found.tool} "
-            "shows"
-        )
+        selected = f"{variable}={environment[variable]}"
+        unread.append(f"{selected} selects none of the devices that {found.tool} shows")
     report: dict[str, Any] = {
         "tool": found.tool,
         "driver": found.driver,
@@ -129,17 +124,14 @@ def limits() -> dict[str, int | None]:
     """Return the resource limits of a process by name; None: unlimited."""
     found = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
     values = {name: resource.getrlimit(number)[0] for name, number in found.items()}
-    return {
-        name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()
-    }
+    return {name: None if each == resource.RLIM_INFINITY else each for name, each in values.items()}
 
 
 def memory() -> dict[str, int]:
     """Return the bytes of the node's memory, of /dev/shm, and of unused huge pages."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    unused, size = (
-        int(lines.get(name, "0").split()[0]) for name in ("HugePages_Free", "Hugepagesize")
-    )
+    names = ("HugePages_Free", "Hugepagesize")
+    unused, size = (int(lines.get(name, "0").split()[0]) for name in names)
     shared = Path("/dev/shm")
     return {
         "total": int(psutil.virtual_memory().total),
@@ -167,8 +159,9 @@ class NodeProbe:
 
     def report(self, device: str, conditions: frozenset[str]) -> dict[str, Any]:
         """Return versions, devices, limits, disks and environment variables of this node."""
-        environment = node_environment()
+        environment, folder = node_environment(), tempfile.gettempdir()
         found = devices_here(device, environment)
+        variables = lint_under(environment, device, conditions | {NODE})
         return {
             "versions": versions_here(device, environment, found),
             "stack": stack(),
@@ -176,16 +169,9 @@ class NodeProbe:
             "limits": limits(),
             "memory": memory(),
             "disk": {
-                path: disk(path)
-                for path in (
-                    tempfile.gettempdir(),
-                    ray_options().get("session_dir", tempfile.gettempdir()),
-                )
+                path: disk(path) for path in (folder, ray_options().get("session_dir", folder))
             },
-            "environment": [
-                asdict(variable)
-                for variable in lint_under(environment, device, conditions | {NODE})
-            ],
+            "environment": [asdict(variable) for variable in variables],
         }
 
     def now(self) -> float:
@@ -201,11 +187,9 @@ class NodeProbe:
         return differences(paths, expected, probe)
 
     def listen(self, address: str) -> dict[str, Any]:
-        """Listen on a port of each range; returns the ports, the addresses to reach them at, and
-        the greeting.
+        """Listen on a port of each range; returns the ports, their addresses, and the greeting.
 
-        A port is None if its whole range is taken. `address` is Ray's; variables may select other
-        interfaces.
+        A port is None if its range is taken. `address` is Ray's; variables may select others.
         """
         environment, greeting = node_environment(), secrets.token_hex(GREETING_BYTES // 2)
         ranges = port_ranges(environment, ray_options())
@@ -230,9 +214,7 @@ class NodeProbe:
         return None
 
     def reach(self, targets: Sequence[tuple[str, int, str]]) -> list[str]:
-        """Connect to each address and port and compare the greeting; returns why each failed, "" if
-        it did not.
-        """
+        """Connect to each address and port; returns why it failed or greets otherwise, or ""."""
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
             return list(pool.map(_reach, targets))
 
@@ -268,8 +250,7 @@ def _reach_once(host: str, port: int, greeting: str) -> str:
 
 
 def all_reduce(rank: int, meeting_point: str, kind: str, max_seconds: float) -> float:
-    """Time an all-reduce between this process and the other rank, once they are connected; returns
-    seconds.
+    """Return the seconds of an all-reduce with the other rank, once they are connected.
 
     Raises ConfigError for a wrong sum, and torch's own errors.
     """
@@ -284,13 +265,8 @@ def all_reduce(rank: int, meeting_point: str, kind: str, max_seconds: float) -> 
     device = device_for(kind)
     device.prepare(os.environ, is_shared=False)
     device.require()
-    distributed.init_process_group(
-        device.backend,
-        init_method=meeting_point,
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=max_seconds),
-    )
+    limit = timedelta(seconds=max_seconds)
+    distributed.init_process_group(device.backend, meeting_point, limit, world_size=2, rank=rank)
     try:
         values = torch.full((1024,), float(rank + 1), device=device.torch_device())
         distributed.all_reduce(values)  # the first one connects

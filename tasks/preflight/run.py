@@ -1,6 +1,4 @@
-"""The preflight of a recipe: every check before the first stage, and the rest once model and data
-are fetched.
-"""
+"""The preflight of a recipe: checks before the first stage, the rest once inputs are fetched."""
 
 from __future__ import annotations
 
@@ -44,16 +42,10 @@ from tasks.serve_model.failure import ServerUnreachable
 
 SMOKE_NEEDS = "it needs a local model folder (model.path) and no failed check"
 # Keys that the training stage handles itself, for any trainer.
-_STAGE_KEYS = (
-    "run.name",
-    "model.",
-    "checkpoint.",
-    "train.tracker",
-    "train.backend",
-    "train.device_model",
+_STAGE_KEYS = ("run.name", "model.", "checkpoint.") + tuple(
+    f"train.{name}" for name in ("tracker", "backend", "device_model")
 )
 logger = logging.getLogger(__name__)
-
 
 _passed: set[str] = set()  # configurations that passed in this process
 
@@ -61,9 +53,8 @@ _passed: set[str] = set()  # configurations that passed in this process
 def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False) -> Findings:
     """Run every check of the recipe that needs no stage: about a second.
 
-    `on_nodes` also examines each node of the cluster at train.ray_address and the connections
-    between them: about ten seconds. `is_smoke` also asks each kind of engine for one response, if
-    nothing has failed before.
+    `on_nodes` also examines the nodes of the cluster at train.ray_address and the connections
+    between them: about ten seconds. `is_smoke` also asks each kind of engine for one response.
     """
     findings = Findings()
     with findings.catching("data"):
@@ -131,9 +122,8 @@ def _conclude(findings: Findings) -> None:
 
 
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
-    facts = (
-        check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
-    )
+    model = inputs.model
+    facts = ModelFacts() if model is None else check_model(model, config, findings)
     check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)
@@ -149,12 +139,10 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
-    has_source = any(source.is_generated for source in train_sources(config))
-    if (
-        not has_source
-        and inputs.problems
-        and not any(is_generated(each.extra_info) for each in inputs.problems)
-    ):
+    has_generated = any(source.is_generated for source in train_sources(config)) or any(
+        is_generated(each.extra_info) for each in inputs.problems
+    )
+    if inputs.problems and not has_generated:
         findings.add(
             "model",
             FAIL,
@@ -164,9 +152,7 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
 
 
 def _check_trainer(config: ChainConfig, findings: Findings) -> None:
-    """Check the other trainer of train.backend: its version, its command, and keys that it does not
-    support.
-    """
+    """Check another trainer: its version, its command, and keys that it does not support."""
     backend = config.train.backend
     with findings.catching("trainer"):
         findings.add("trainer", OK, describe_trainer(trainer_versions(config)))
@@ -196,8 +182,7 @@ def _changed_keys(config: ChainConfig) -> list[str]:
 
 
 def check_baselines(config: ChainConfig, findings: Findings) -> None:
-    """Check each model of evaluate.baselines: the folder is complete, the commit exists, the server
-    answers.
+    """Check evaluate.baselines: folders are complete, commits exist, servers answer.
 
     A model that cannot be reached is a warning: it may be back by the time it is evaluated.
     """
@@ -215,21 +200,13 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
                 fetched_inputs(model_of(baseline))
                 found = describe_fetch(model_of(baseline))
         except (Unreachable, ServerUnreachable) as error:
-            findings.add(
-                check,
-                WARN,
-                str(error),
-                "if this persists, the run uses its stored results, or goes on without this column",
+            advice = (
+                "if this persists, the run uses its stored results, or goes on without this column"
             )
+            findings.add(check, WARN, str(error), advice)
         except (DapoError, EvaluationError, DownloadError) as error:
-            status = (
-                WARN if baseline.name == LAST_NIGHT else FAIL
-            )  # added by the nightly flow, not by the recipe
-            findings.add(
-                check,
-                status,
-                str(error),
-                f"correct or remove {baseline.name} in evaluate.baselines",
-            )
+            is_of_recipe = baseline.name != LAST_NIGHT  # the nightly flow adds that one
+            advice = f"correct or remove {baseline.name} in evaluate.baselines"
+            findings.add(check, FAIL if is_of_recipe else WARN, str(error), advice)
         else:
             findings.add(check, OK, found)

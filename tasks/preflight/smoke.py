@@ -36,9 +36,7 @@ ENGINE_SECONDS = 600.0  # for an engine on a node to start and answer
 def check_engines(
     model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings
 ) -> None:
-    """Get one response from a server, then one from a rollout engine; each is stopped before the
-    next starts.
-    """
+    """Get one response from a server, then, once that is stopped, one from a rollout engine."""
     with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
     if config.train.backend != "own":  # the other trainer's engine runs in its own environment
@@ -100,12 +98,8 @@ def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
                 "its last lines are above; if rollout.dtype=bfloat16 on a CPU, set float32",
             )
             return
-    seconds = time.monotonic() - began
-    findings.add(
-        "smoke",
-        OK,
-        f"rollout.engine={config.rollout.engine} gave {num_tokens} tokens after {seconds:.0f} s",
-    )
+    took = f"{num_tokens} tokens after {time.monotonic() - began:.0f} s"
+    findings.add("smoke", OK, f"rollout.engine={config.rollout.engine} gave {took}")
 
 
 def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) -> None:
@@ -116,32 +110,22 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
     device, engine = device_for(config.train.device), f"rollout.engine={config.rollout.engine}"
     if (num_parts := config.rollout.num_devices // config.rollout.num_workers) > 1:
         found = f"{engine} spans {num_parts} devices and was not tried"
-        findings.add(
-            "smoke",
-            WARN,
-            found,
-            "only the training starts it; --set rollout.tensor_parallel=1 tries one device",
-        )
+        advice = "only the training starts it; --set rollout.tensor_parallel=1 tries one device"
+        findings.add("smoke", WARN, found, advice)
         return
     began = time.monotonic()
     with connected_to_ray(config.train, num_cpus=0):
         free = [node for node in living_nodes() if node.free.get(device.ray_resource, 0) >= 1]
         if not free:
-            findings.add(
-                "smoke",
-                WARN,
-                f"no {device.ray_resource} of the cluster is free",
-                "repeat when one is free",
-            )
+            found = f"no {device.ray_resource} of the cluster is free"
+            findings.add("smoke", WARN, found, "repeat when one is free")
             return
         node = free[0]
         devices = {} if device.kind == "cpu" else {device.ray_resource: 1.0}
         task = start_on(node, devices, _respond, model.absolute(), config)
         num_tokens = finish({node: task}, ENGINE_SECONDS).require()[node]
-    seconds = time.monotonic() - began
-    findings.add(
-        "smoke", OK, f"{engine} on {node.name} gave {num_tokens} tokens after {seconds:.0f} s"
-    )
+    took = f"{num_tokens} tokens after {time.monotonic() - began:.0f} s"
+    findings.add("smoke", OK, f"{engine} on {node.name} gave {took}")
 
 
 def _respond(model: Path, config: ChainConfig) -> int:
@@ -169,8 +153,6 @@ def _respond(model: Path, config: ChainConfig) -> int:
     finally:
         engine.close()
     if not responses[0].response_ids:
-        raise ModelError(
-            f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}; check "
-            "model.path"
-        )
+        given = f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}"
+        raise ModelError(f"{given}; check model.path")
     return len(responses[0].response_ids)
