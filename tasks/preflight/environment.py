@@ -1,6 +1,4 @@
-"""The environment linter: what each variable does to a training, and which are missing, obsolete or
-harmful.
-"""
+"""The environment linter: each variable's effect, and which are missing, obsolete or harmful."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ NODE = "node"  # a condition beside those of `conditions_of`: this machine is a 
 MIN_OPEN_FILES = 32_768
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
 _PREFIXES = ("HCCL_", "ASCEND_", "VLLM_ASCEND_", "PYTORCH_NPU_", "NCCL_", "GLOO_")
-_SIMILARITY = (
-    0.9  # of difflib: about one letter in ten; the vendors' own names differ more, except the next
-)
-_KNOWN = ("ASCEND_VISIBLE_DEVICES",)  # of Ascend's container runtime
+_SIMILARITY = 0.9  # of difflib: about one letter in ten; the vendors' own names differ more
+_KNOWN = ("ASCEND_VISIBLE_DEVICES",)  # except this one, of Ascend's container runtime
 _TO_SET = ("missing", "low")  # states that only `dapo doctor env` shows
 
 State = Literal[
@@ -57,7 +53,7 @@ STATUSES: dict[State, str] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """The state of one variable; `value` is the value to set if it is missing or set by the chain."""
+    """The state of one variable; `value` is the one to set if it is missing or set by the chain."""
 
     name: str
     state: State
@@ -80,9 +76,8 @@ def lint(
 
     `is_node`: this machine is a node of the training's cluster, if it has one.
     """
-    return lint_under(
-        environment, config.train.device, conditions_of(config) | ({NODE} if is_node else set())
-    )
+    conditions = conditions_of(config) | ({NODE} if is_node else set())
+    return lint_under(environment, config.train.device, conditions)
 
 
 def lint_under(
@@ -99,7 +94,7 @@ def lint_under(
 
 
 def wanted(config: TrainingConfig) -> dict[str, str]:
-    """Return the variables that a training needs; INTERFACE stands for each node's own interface."""
+    """Return the variables that a training needs; INTERFACE stands for each node's own."""
     conditions = conditions_of(config)
     return {
         row["name"]: value
@@ -118,11 +113,10 @@ def wanted_alike(config: TrainingConfig) -> dict[str, str]:
 def check_environment(
     environment: Mapping[str, str], config: TrainingConfig, findings: Findings
 ) -> None:
-    """Add findings for obsolete and harmful variables; `dapo doctor env` also shows missing ones."""
+    """Add findings for obsolete and harmful variables; `dapo doctor env` shows missing ones."""
+    advice = "`dapo doctor env` lists all variables"
     for name, status, fault in faults(lint(environment, config)):
-        findings.add(
-            "environment", status, f"{name}: {fault}", "`dapo doctor env` lists all variables"
-        )
+        findings.add("environment", status, f"{name}: {fault}", advice)
 
 
 def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
@@ -133,7 +127,7 @@ def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
 
 
 def exports(variables: list[Variable]) -> list[str]:
-    """Return shell lines that set the missing variables; those without a known value are comments."""
+    """Return shell lines that set the missing variables; a comment if no value is known."""
     return [
         f"export {each.name}={_quoted(each.value)}"
         if each.value and each.state == "missing"
@@ -178,24 +172,12 @@ def _check_row(
     row: dict[str, Any], environment: Mapping[str, str], conditions: frozenset[str], device: str
 ) -> Iterator[Variable]:
     name, effect = row["name"], row["effect"]
-    is_needed = set(row.get("when", ())) <= conditions
-    value = environment.get(
-        name, environment.get(name.lower()) if name.endswith("_PROXY") else None
-    )
+    value = environment.get(name)
+    if value is None and name.endswith("_PROXY"):
+        value = environment.get(name.lower())
     if value is None:
-        if is_needed and "chain_value" in row:
-            yield Variable(
-                name, "ours", row["chain_value"], effect, "set by the chain for its own processes"
-            )
-        elif is_needed and row.get("value") == INTERFACE:
-            names = _interfaces()
-            only = INTERFACE_VARIABLES[device][name].format(names[0]) if len(names) == 1 else ""
-            advice = "differs on each node" + (
-                "" if only else f"; this machine has {', '.join(names)}"
-            )
-            yield Variable(name, "missing", only, effect, advice)
-        elif is_needed and "value" in row:
-            yield Variable(name, "missing", row["value"], effect)
+        if set(row.get("when", ())) <= conditions:
+            yield from _check_unset(row, device)
         return
     for package, version in row.get("ignored_since", {}).items():
         here = installed(package)
@@ -211,38 +193,46 @@ def _check_row(
     yield Variable(name, state, value, effect, fault)
 
 
+def _check_unset(row: dict[str, Any], device: str) -> Iterator[Variable]:
+    name, effect = row["name"], row["effect"]
+    if "chain_value" in row:
+        advice = "set by the chain for its own processes"
+        yield Variable(name, "ours", row["chain_value"], effect, advice)
+    elif row.get("value") == INTERFACE:
+        names, advice = _interfaces(), "differs on each node"
+        if len(names) == 1:
+            only = INTERFACE_VARIABLES[device][name].format(names[0])
+            yield Variable(name, "missing", only, effect, advice)
+        else:
+            advice += f"; this machine has {', '.join(names)}"
+            yield Variable(name, "missing", "", effect, advice)
+    elif "value" in row:
+        yield Variable(name, "missing", row["value"], effect)
+
+
 def _fault(row: dict[str, Any], value: str, conditions: frozenset[str]) -> tuple[State, str]:
     """Return the state of a value and what is wrong with it."""
     for against in row.get("conflicts", ()):
         applies = set(against.get("when", ())) <= conditions
         if applies and re.fullmatch(against["value"], value, re.IGNORECASE):
             return "caution" if against.get("is_caution") else "conflict", str(against["why"])
-    state: State = "conflict"
-    local_state: State = (
-        "caution" if "nodes" in conditions and NODE not in conditions else "conflict"
-    )
+    is_elsewhere = "nodes" in conditions and NODE not in conditions
+    local_state: State = "caution" if is_elsewhere else "conflict"
+    state, fault = local_state, ""
     match row.get("must_be"):
         case "interface":
-            fault, state = _fault_of_interface(value), local_state
+            fault = _fault_of_interface(value)
         case "address":
-            fault, state = _fault_of_address(value), local_state
+            fault = _fault_of_address(value)
         case "libraries":
-            fault = "; ".join(
-                filter(None, map(_fault_of_library, re.split(r"[: ]+", value.strip())))
-            )
-            state = "caution"
+            found = map(_fault_of_library, re.split(r"[: ]+", value.strip()))
+            state, fault = "caution", "; ".join(filter(None, found))
         case "ascending":
             numbers = [part.strip() for part in value.split(",") if part.strip()]
-            is_ascending = all(part.isdigit() for part in numbers) and numbers == sorted(
-                set(numbers), key=int
-            )
-            fault = (
-                ""
-                if is_ascending
-                else "devices must be distinct numbers in ascending order, such as 0,1,2"
-            )
-        case _:
-            fault = ""
+            are_numbers = all(part.isdigit() for part in numbers)
+            if not are_numbers or numbers != sorted(set(numbers), key=int):
+                fault = "devices must be distinct numbers in ascending order, such as 0,1,2"
+                state = "conflict"
     return (state, fault) if fault else ("set", "")
 
 
@@ -261,7 +251,7 @@ def _interfaces() -> list[str]:
 
 
 def chosen_addresses(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the addresses that NAME=VALUE of the *_SOCKET_IFNAME variables select on this machine."""
+    """Return the addresses that the *_SOCKET_IFNAME variables select here, by NAME=VALUE."""
     addresses = {
         name: each.address
         for name, several in psutil.net_if_addrs().items()
@@ -272,26 +262,26 @@ def chosen_addresses(environment: Mapping[str, str]) -> dict[str, str]:
     for variable in ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environment.get(variable, "")
         first = value.split(",")[0]
-        named = [
-            name
-            for name in addresses
-            if (name == first[1:] if first.startswith("=") else name.startswith(first))
-        ]
+        named = _named(first, addresses)
         if first and not first.startswith("^") and named:
             chosen[f"{variable}={value}"] = addresses[first if first in addresses else named[0]]
     return chosen
+
+
+def _named(part: str, interfaces: Iterable[str]) -> list[str]:
+    """Return the interfaces that =NAME, or the beginning of a name, selects."""
+    if part.startswith("="):
+        return [name for name in interfaces if name == part[1:]]
+    return [name for name in interfaces if name.startswith(part)]
 
 
 def _fault_of_interface(value: str) -> str:
     here = psutil.net_if_stats()
     if value.startswith("^"):
         return ""
+    sign = "=" if value.startswith("=") else ""
     for part in value.removeprefix("=").split(","):
-        named = [
-            name
-            for name in here
-            if (name == part if value.startswith("=") else name.startswith(part))
-        ]
+        named = _named(f"{sign}{part}", here)
         if not named:
             return f"this machine has no interface {part}; it has {', '.join(sorted(here))}"
         if not any(here[name].isup for name in named):
@@ -313,7 +303,7 @@ def _fault_of_address(value: str) -> str:
 
 
 def _fault_of_library(path: str) -> str:
-    """Why the loader skips a library of LD_PRELOAD (it only warns); "" for a name without a path."""
+    """Why the loader skips a library of LD_PRELOAD with only a warning; "" for a bare name."""
     if not path or "/" not in path:
         return ""
     if not Path(path).is_file():
@@ -321,14 +311,9 @@ def _fault_of_library(path: str) -> str:
     head = Path(path).read_bytes()[:20]
     if head[:4] != b"\x7fELF" or len(head) < 20:
         return f"{path} is not a library"
-    machine = _MACHINES.get(
-        struct.unpack_from("<H" if head[5] == 1 else ">H", head, 18)[0], "another architecture"
-    )
-    return (
-        ""
-        if machine == platform.machine()
-        else f"{path} is for {machine}, this machine is {platform.machine()}"
-    )
+    [number] = struct.unpack_from("<H" if head[5] == 1 else ">H", head, 18)
+    machine, here = _MACHINES.get(number, "another architecture"), platform.machine()
+    return "" if machine == here else f"{path} is for {machine}, this machine is {here}"
 
 
 def _open_files() -> Iterator[Variable]:

@@ -1,22 +1,11 @@
-"""Names of network interfaces: those of containers and virtual machines, and how variables name
-one.
-"""
+"""Names of network interfaces: those of containers, and how variables name one."""
 
 from __future__ import annotations
 
 import re
 
-_VIRTUAL = (
-    "docker",
-    "veth",
-    "virbr",
-    "cali",
-    "flannel",
-    "cni",
-    "podman",
-    "lxc",
-    "nerdctl",
-)  # beginnings
+# Beginnings of names.
+_VIRTUAL = ("docker", "veth", "virbr", "cali", "flannel", "cni", "podman", "lxc", "nerdctl")
 _BRIDGE_OF_DOCKER = re.compile(r"br-[0-9a-f]{12}")
 # Variables that name a node's interface: gloo and torch's tensor pipes take a name, the others the
 # beginning of one, or after "=" all of it. tasks/preflight/environment.yaml says what each does.

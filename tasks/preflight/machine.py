@@ -1,4 +1,4 @@
-"""Check the machine that runs a recipe's stages: devices, compilers, Ray, ports, caches and disk."""
+"""Check the machine that runs a recipe's stages: devices, compilers, Ray, ports, disk."""
 
 from __future__ import annotations
 

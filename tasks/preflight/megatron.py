@@ -12,8 +12,9 @@ MINDSPEED = "actor_config."
 
 
 def splits_in(config: ChainConfig, shape: ModelShape) -> Splits | None:
-    """Return the splits of verl's Megatron or of MindSpeed, None for FSDP2; ConfigError if they do
-    not divide.
+    """Return the splits of verl's Megatron or of MindSpeed, None for FSDP2.
+
+    Raises ConfigError if they do not divide the model.
     """
     train, is_verl = config.train, config.train.backend == "verl"
     if train.backend == "own" or (is_verl and config.external.strategy != "megatron"):

@@ -1,6 +1,4 @@
-"""The memory plan of a recipe: find the model's shape and the devices' memory, and check that it
-fits.
-"""
+"""The memory plan of a recipe: the model's shape, the devices' memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -30,12 +28,11 @@ def plan_of(
     gigabytes: float | None = None,
     limit: Limit | None = None,
 ) -> MemoryPlan:
-    """Return the recipe's plan; `folder` is the fetched model, `gigabytes` overrides the device's
-    GiB.
+    """Return the recipe's plan; `folder` is the fetched model.
 
-    `limit` is the memory found on the devices; it is used if the recipe names no device model.
-    Raises ConfigError for a model without a local config.json that is not in the table of published
-    models, and for an unknown device; ModelError for an architecture whose tensors are not known.
+    The device has `gigabytes` GiB if given; `limit` is the memory found, for a recipe that names no
+    device model. Raises ConfigError for a model that is neither here nor in the published table,
+    and for an unknown device; ModelError for an architecture whose tensors are not known.
     """
     shape = shape_of(model_config(config.model, folder))
     if limit is None or config.train.device_model is not None:
@@ -46,9 +43,7 @@ def plan_of(
 
 
 def _as_counted(config: ChainConfig) -> ChainConfig:
-    """Return the recipe for the memory formulas: verl computes the logits of a whole micro-batch at
-    once.
-    """
+    """Return the recipe for the formulas: verl computes a micro-batch's logits at once."""
     if config.train.backend == "own":
         return config
     return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
@@ -66,9 +61,8 @@ def check_memory(
     try:
         plan = plan_of(config, folder, limit=limit)
     except ModelError as error:
-        findings.add(
-            "memory", WARN, str(error), "watch perf/max_memory_allocated_gb in the first steps"
-        )
+        advice = "watch perf/max_memory_allocated_gb in the first steps"
+        findings.add("memory", WARN, str(error), advice)
         return
     except ConfigError as error:
         findings.add("memory", FAIL, str(error))
@@ -76,10 +70,8 @@ def check_memory(
     if not plan.shortages:
         findings.add("memory", OK, summary(plan))
         return
-    is_own = config.train.backend == "own"
-    is_allowed = (
-        config.train.allow_oversubscription or not is_own
-    )  # plans for verl were never checked on devices
+    # plans for another trainer were never checked on devices
+    is_allowed = config.train.allow_oversubscription or config.train.backend != "own"
     advice = f"{plan.advice}; dapo plan CONFIG --memory shows the details"
     if not is_allowed:
         advice += ", and train.allow_oversubscription=true runs it anyway"
@@ -87,16 +79,14 @@ def check_memory(
 
 
 def summary(plan: MemoryPlan) -> str:
-    """Return the peak and the limit of each kind of device, as the headers of recipes state them."""
+    """Return the peak and the limit of each kind of device, as in the headers of recipes."""
     limit = "" if plan.limit.num_bytes is None else f" of {plan.limit.num_bytes / GIB:.1f}"
     peaks = [f"{load.name} {load.peak_bytes / GIB:.1f}{limit} GiB" for load in plan.loads]
     return f"{', '.join(peaks)} ({plan.limit.name})"
 
 
 def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limit:
-    """Return a device's memory: `gigabytes` if given, else that of train.device_model, else this
-    machine's.
-    """
+    """Return a device's memory: as given, of train.device_model, or this machine's."""
     train = config.train
     if gigabytes is not None:
         return Limit(f"{gigabytes:g} GiB as given", int(gigabytes * GIB))
@@ -115,7 +105,7 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
 
 
 def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str, Any]:
-    """Return the model's config.json, from its folder, the published models or model.source=recipe."""
+    """Return the model's config.json, from its folder, the published models or the recipe."""
     path = folder or (Path(str(model.path)) if model.source == "path" else None)
     if path is not None and (path / "config.json").is_file():
         try:

@@ -1,6 +1,4 @@
-"""Checks of a recipe's problems: lengths under the tokenizer, the scorer on gold answers, and
-answer formats.
-"""
+"""Checks of a recipe's problems: lengths in tokens, the scorer on gold answers, answer forms."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
-from tasks.config.lengths import bounds_of, explain
+from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
 from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
@@ -47,43 +45,10 @@ def check_lengths(
 ) -> None:
     """Check the longest prompts of all sets against the model's positions and the length keys."""
     bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
-    rendering, measured = config.rollout.chat_template_kwargs, []
+    measured: list[str] = []
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None:
-            require_template_reads(facts.tokenizer, rendering)
-            arguments = config.evaluate.chat_template_kwargs
-            require_template_reads(facts.tokenizer, arguments, "evaluate.chat_template_kwargs")
-        if facts.tokenizer is not None and inputs.problems:
-            chats: list[Any] = [problem.messages for problem in inputs.problems]
-            longest = longest_prompt(facts, chats, rendering)
-            measured.append(f"training prompts have up to {longest} tokens")
-            if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
-                measured[-1] += (
-                    f" (above {config.data.max_prompt_tokens}, "
-                    f"data.too_long={config.data.too_long})"
-                )
-                longest = config.data.max_prompt_tokens
-            bounds = replace(bounds, longest_prompt=longest)
-        if (
-            facts.tokenizer is not None
-            and inputs.evaluation is not None
-            and config.validation.every
-        ):
-            validated = longest_prompt(
-                facts, [item.prompt for item in inputs.evaluation.items], rendering
-            )
-            bounds = replace(bounds, longest_prompt=max(validated, bounds.longest_prompt or 0))
-        if facts.tokenizer is not None and (evaluated := inputs.evaluated(config)):
-            questions = [
-                longest_prompt(facts, [item.prompt for item in each.items], arguments)
-                for _, each in evaluated
-            ]
-            pairs = zip(
-                questions, (config.lengths_of(benchmark) for benchmark, _ in evaluated), strict=True
-            )
-            longest, lengths = max(pairs, key=lambda pair: pair[0] + pair[1].answer)
-            bounds = replace(bounds, longest_question=longest)
-            measured.append(f"evaluation prompts up to {max(questions)}")
+            bounds, lengths = _longest(config, facts, inputs, bounds, measured)
     conflicts, advice = explain(lengths, bounds)
     if conflicts:
         findings.add("lengths", FAIL, "; ".join(conflicts), advice)
@@ -92,10 +57,40 @@ def check_lengths(
         findings.add("lengths", OK, " and ".join(measured) + limit)
 
 
+def _longest(
+    config: ChainConfig, facts: ModelFacts, inputs: Inputs, bounds: Bounds, measured: list[str]
+) -> tuple[Bounds, Lengths]:
+    """Return the bounds with the longest prompts, and the lengths of the longest benchmark."""
+    rendering, arguments = config.rollout.chat_template_kwargs, config.evaluate.chat_template_kwargs
+    lengths, data, tokenizer = config.lengths, config.data, facts.tokenizer
+    assert tokenizer is not None
+    require_template_reads(tokenizer, rendering)
+    require_template_reads(tokenizer, arguments, "evaluate.chat_template_kwargs")
+    if inputs.problems:
+        longest = longest_prompt(facts, [each.messages for each in inputs.problems], rendering)
+        measured.append(f"training prompts have up to {longest} tokens")
+        if data.too_long != "error" and longest > data.max_prompt_tokens:
+            measured[-1] += f" (above {data.max_prompt_tokens}, data.too_long={data.too_long})"
+            longest = data.max_prompt_tokens
+        bounds = replace(bounds, longest_prompt=longest)
+    if inputs.evaluation is not None and config.validation.every:
+        prompts = [item.prompt for item in inputs.evaluation.items]
+        longest = max(longest_prompt(facts, prompts, rendering), bounds.longest_prompt or 0)
+        bounds = replace(bounds, longest_prompt=longest)
+    questions = [
+        (longest_prompt(facts, [item.prompt for item in each.items], arguments), benchmark)
+        for benchmark, each in inputs.evaluated(config)
+    ]
+    if questions:
+        measured.append(f"evaluation prompts up to {max(longest for longest, _ in questions)}")
+        pairs = [(longest, config.lengths_of(benchmark)) for longest, benchmark in questions]
+        longest, lengths = max(pairs, key=lambda pair: pair[0] + pair[1].answer)
+        bounds = replace(bounds, longest_question=longest)
+    return bounds, lengths
+
+
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
-    """Check that each data source's scorer accepts its gold answers in the form its prompts ask
-    for.
-    """
+    """Check that each source's scorer accepts its gold answers in the form that is asked for."""
     sources: dict[str, list[Problem]] = {str(one.data_source): [] for one in problems}
     for problem in problems:
         if len(chosen := sources[str(problem.data_source)]) < NUM_SCORED:
@@ -108,40 +103,31 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:
-    """Compare the prompts of training and evaluation; warn if they ask for different answer
-    formats.
-    """
+    """Warn if the prompts of training and evaluation ask for different answer formats."""
     if not problems:
         return
-    texts = [
-        _text_of(problems[0].messages or problems[0].text),
-        _text_of(evaluation.items[0].prompt),
-    ]
-    asked = [asked_forms(text) for text in texts]
+    texts = {
+        "training asks for": _text_of(problems[0].messages or problems[0].text),
+        "evaluation for": _text_of(evaluation.items[0].prompt),
+    }
+    asked = {label: asked_forms(text) for label, text in texts.items()}
     shown = "; ".join(
-        f"{label} {', '.join(forms) or 'no answer format'}: ...{text[-SHOWN_CHARACTERS:]!r}"
-        for label, forms, text in zip(
-            ("training asks for", "evaluation for"), asked, texts, strict=True
-        )
+        f"{label} {', '.join(asked[label]) or 'no answer format'}: ...{text[-SHOWN_CHARACTERS:]!r}"
+        for label, text in texts.items()
     )
-    if set(asked[0]) == set(asked[1]):
+    if len(set(map(frozenset, asked.values()))) == 1:
         findings.add("prompts", OK, shown)
         return
-    findings.add(
-        "prompts",
-        WARN,
-        shown,
+    advice = (
         "the evaluation would measure something else than training teaches: make both ask for the "
-        "same format "
-        "(evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE uses your "
-        "template)",
+        "same format (evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE "
+        "uses your template)"
     )
+    findings.add("prompts", WARN, shown, advice)
 
 
 def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: Findings) -> None:
-    """Check that the grader accepts the set's gold answers in a box, unless it is scored by
-    log-likelihood.
-    """
+    """Check that the grader accepts the set's boxed gold answers, except by log-likelihood."""
     own = grader_for(settings)
     with own or GRADERS[evaluation.grader]() as grader:
         for item in () if evaluation.is_loglikelihood else evaluation.items[:NUM_SCORED]:
@@ -169,9 +155,7 @@ def asked_forms(text: str) -> list[str]:
 def longest_prompt(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> int:
-    """Return the tokens of the longest prompt, among those with the longest texts; see
-    `prompt_tokens`.
-    """
+    """Return the tokens of the longest prompt, among those with the longest texts."""
     longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     return max(prompt_tokens(facts, longest, arguments), default=0)
 
@@ -179,25 +163,21 @@ def longest_prompt(
 def prompt_tokens(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Count the tokens of each prompt; chats are rendered by the chat template with its
-    `arguments`.
+    """Count the tokens of each prompt; `arguments` are the chat template's.
 
     Raises DataError if the template rejects a prompt or the model has no embedding for a token.
     """
     tokenizer = facts.tokenizer
     assert tokenizer is not None
+    given = {**(arguments or {}), "add_generation_prompt": True, "tokenize": False}
+
+    def rendered(prompt: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return str(tokenizer.apply_chat_template([dict(message) for message in prompt], **given))
+
     try:
-        texts = [
-            prompt
-            if isinstance(prompt, str)
-            else str(
-                tokenizer.apply_chat_template(
-                    [dict(message) for message in prompt],
-                    **{**(arguments or {}), "add_generation_prompt": True, "tokenize": False},
-                )
-            )
-            for prompt in prompts
-        ]
+        texts = [rendered(prompt) for prompt in prompts]
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
             f"the model's chat template rejects a prompt: {error}; change the prompt's messages, "
@@ -217,15 +197,13 @@ def prompt_tokens(
 
 
 def _text_of(prompt: Any) -> str:
-    return (
-        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(message["content"] for message in prompt)
 
 
 class _Scoring:
-    """The recipe's scorers; custom ones and those that may hang run in a process that can be
-    killed.
-    """
+    """The recipe's scorers; custom ones and those that may hang run in a killable process."""
 
     def __init__(self, config: ChainConfig) -> None:
         custom = config.custom_reward
@@ -233,11 +211,8 @@ class _Scoring:
         self._table = routes(config.reward.scorers)
         self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
         arguments = (str(custom.path), custom.name) if self.is_custom else ()
-        self._pool = Pool(
-            "dapo_core.reward.custom:load_scorer",
-            arguments,
-            timeout_seconds=config.reward.timeout_seconds,
-        )
+        seconds = config.reward.timeout_seconds
+        self._pool = Pool("dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=seconds)
 
     def close(self) -> None:
         self._pool.close()
@@ -271,20 +246,14 @@ def _check_source(
                 right[form] = right.get(form, 0) + scoring.is_right(problem, response)
     except (CallFailed, StartFailed) as error:
         detail = (getattr(error, "failure", None) or str(error)).strip().splitlines()
-        findings.add(
-            "scorer",
-            FAIL,
-            f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}",
-            "correct the file of custom_reward.path",
-        )
+        fault = f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}"
+        findings.add("scorer", FAIL, fault, "correct the file of custom_reward.path")
         return
     read = [form for form, count in right.items() if count == len(problems)]
     asked = asked_forms(_text_of(problems[0].messages or problems[0].text))
     gold = f"{len(problems)} gold answers of data_source {source} (such as {problems[0].gold!r})"
     if not any(right.values()):
-        status = (
-            WARN if scoring.is_custom else FAIL
-        )  # a custom scorer may return points instead of verdicts
+        status = WARN if scoring.is_custom else FAIL  # custom ones may return points, not verdicts
         findings.add(
             "scorer",
             status,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 from dapo_core.checkpoint.resume import require_resume
@@ -42,9 +43,7 @@ from tasks.serve_model.failure import ServerUnreachable
 
 SMOKE_NEEDS = "it needs a local model folder (model.path) and no failed check"
 # Keys that the training stage handles itself, for any trainer.
-_STAGE_KEYS = ("run.name", "model.", "checkpoint.") + tuple(
-    f"train.{name}" for name in ("tracker", "backend", "device_model")
-)
+_OF_STAGE = re.compile(r"run\.name|model\.|checkpoint\.|train\.(tracker|backend|device_model)")
 logger = logging.getLogger(__name__)
 
 _passed: set[str] = set()  # configurations that passed in this process
@@ -175,7 +174,7 @@ def _changed_keys(config: ChainConfig) -> list[str]:
     return [
         name
         for name, field in fields.items()
-        if not name.startswith(_STAGE_KEYS)
+        if not _OF_STAGE.match(name)
         and name in values
         and values[name] != field.get_default(call_default_factory=True, validated_data={})
     ]

@@ -1,6 +1,4 @@
-"""Ascend: devices from `npu-smi`, network ports from `hccn_tool`, versions of CANN and the driver
-from files.
-"""
+"""Ascend: devices from `npu-smi`, network ports from `hccn_tool`, versions from files."""
 
 from __future__ import annotations
 
@@ -50,9 +48,8 @@ def devices() -> DevicesFound:
 def parse_devices(text: str) -> DevicesFound:
     """Parse the table of `npu-smi info`: two lines per chip, then the processes.
 
-    Columns differ between drivers 23 to 26 and models 910A to A3 and 310P. A3 has two chips per NPU
-    and prints the physical ID beside the chip; 310P prints a device number there and has no HBM
-    column; the 950 has no chip.
+    A3 has two chips per NPU and prints the physical ID beside the chip; 310P prints a device number
+    there and has no HBM column; the 950 has no chip.
     """
     version = _SMI_VERSION.search(text)
     states: list[tuple[Chip, DeviceState]] = []
@@ -102,9 +99,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 def _device(first: list[str], second: list[str]) -> tuple[Chip, DeviceState]:
     npu = first[0].split()[0]
-    health = first[
-        2 if len(first) > 3 else 1
-    ]  # the 950 has a column for the NPU and one for the name
+    health = first[2 if len(first) > 3 else 1]  # the 950 has a column for the NPU and its name
     chip, number = [*second[0].split(), "", ""][:2]
     pairs = [(int(used), int(total)) for used, total in _PAIR.findall(second[-1]) if int(total)]
     used, total = pairs[-1] if pairs else (None, None)  # HBM is the last column if the model has it
@@ -129,7 +124,7 @@ def _process(cells: list[str]) -> tuple[Chip, DeviceProcess] | None:
 
 
 def links(numbers: Sequence[str]) -> tuple[list[LinkState], str]:
-    """Return the network port of each device, and why none could be read ("" if hccn_tool works)."""
+    """Return the network port of each device, and why none could be read ("" if some were)."""
     if not numbers:
         return [], "no NPU to ask about"
     reason = call("hccn_tool", ["-i", numbers[0], "-link", "-g"], HCCN_FOLDERS)[1]
@@ -137,13 +132,11 @@ def links(numbers: Sequence[str]) -> tuple[list[LinkState], str]:
         return [], reason
     calls = [(number, query) for number in numbers for query in QUERIES]
     with ThreadPoolExecutor(MAX_CALLS) as pool:
-        outputs = pool.map(
-            lambda c: call("hccn_tool", ["-i", c[0], f"-{c[1]}", "-g"], HCCN_FOLDERS)[0], calls
-        )
+        words = [["-i", number, f"-{query}", "-g"] for number, query in calls]
+        outputs = pool.map(lambda each: call("hccn_tool", each, HCCN_FOLDERS)[0], words)
     texts = dict(zip(calls, outputs, strict=True))
-    return [
-        parse_link(number, {query: texts[number, query] for query in QUERIES}) for number in numbers
-    ], ""
+    found = {number: {query: texts[number, query] for query in QUERIES} for number in numbers}
+    return [parse_link(number, each) for number, each in found.items()], ""
 
 
 def parse_link(number: str, texts: Mapping[str, str]) -> LinkState:
@@ -156,15 +149,10 @@ def parse_link(number: str, texts: Mapping[str, str]) -> LinkState:
 
 
 def cann_version(environment: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the version of the CANN toolkit that the environment names, else of the one below
-    `root`.
-    """
+    """Return the version of the CANN toolkit of the environment, else of the one in `root`."""
     named = (environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"))
-    for folder in (
-        *map(Path, filter(None, named)),
-        root / "cann",
-        root / "ascend-toolkit" / "latest",
-    ):
+    usual = (root / "cann", root / "ascend-toolkit" / "latest")
+    for folder in (*map(Path, filter(None, named)), *usual):
         file = folder / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
         if file.is_file():
             return _version_in(file)

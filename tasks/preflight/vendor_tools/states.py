@@ -37,9 +37,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class DevicesFound:
-    """A tool's report on a machine: its devices, the driver version, and lines that could not be
-    parsed.
-    """
+    """A tool's report on a machine: its devices, the driver version, and unparsed lines."""
 
     tool: str
     driver: str | None = None
@@ -47,17 +45,14 @@ class DevicesFound:
     unread: tuple[str, ...] = ()
 
     def visible(self, named: str | None) -> tuple[DeviceState, ...]:
-        """Return the devices that a value of CUDA_VISIBLE_DEVICES or the like selects; all if it is
-        unset.
-        """
+        """Return the devices that a value of CUDA_VISIBLE_DEVICES selects; all if it is unset."""
         if named is None or not named.strip():
             return self.devices
-        names = [name.strip() for name in named.split(",")]
+        names = tuple(name.strip() for name in named.split(","))
         return tuple(
             device
             for device in self.devices
-            if device.number in names
-            or (device.uuid and any(device.uuid.startswith(name) for name in names))
+            if device.number in names or (device.uuid and device.uuid.startswith(names))
         )
 
 
@@ -73,9 +68,7 @@ class LinkState:
 
 
 def call(name: str, arguments: Sequence[str], folders: Iterable[str] = ()) -> tuple[str, str]:
-    """Run a tool, looked up in PATH and `folders`; returns its output and why it failed ("" if it
-    succeeded).
-    """
+    """Run a tool of PATH or `folders`; returns its output and why it failed ("" if it did not)."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
     if (program := shutil.which(name, path=path)) is None:
         return "", f"{name} is not installed here"
