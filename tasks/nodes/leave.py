@@ -1,5 +1,4 @@
-"""`python -m tasks.nodes.leave`: a pod's preStop hook that stops its work before Kubernetes stops
-its Ray.
+"""`python -m tasks.nodes.leave`: a pod's preStop hook, which stops its work before its Ray.
 
 It has the training write its last checkpoint and returns once that is done. In a pod without the
 training it waits for the training's actors. terminationGracePeriodSeconds limits it.
@@ -55,16 +54,13 @@ def _is_supervisor(words: list[str]) -> bool:
 
 
 def main() -> None:
-    """Send SIGTERM to the training, or to a run at another stage, and wait until all work has
-    ended.
+    """Send SIGTERM to the training, or to a run at another stage, and wait until all have ended.
 
-    Never to both: Ray may have signalled the run already, and a second signal to a run kills its
-    training.
+    Never to both: Ray may have signalled the run already, and a second signal kills its training.
     """
-    found = list(commands())
-    for pid, _ in [each for each in found if is_training(each[1])] or [
-        each for each in found if is_run(each[1])
-    ]:
+    found = dict(commands())
+    trainings = [pid for pid, words in found.items() if is_training(words)]
+    for pid in trainings or [pid for pid, words in found.items() if is_run(words)]:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGTERM)
     while any(is_at_work(words) for _, words in commands()):

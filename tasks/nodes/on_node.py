@@ -1,13 +1,11 @@
-"""The node's side of `dapo cluster`, run from the node's own copy of the project: inspect it, start
-and stop Ray.
+"""The node's side of `dapo cluster`, run from the node's own copy of the project.
 
-    ~/.dapo/clusters/HEAD_PORT/HOST/record.json    the running Ray: the supervisor's pid and start time, interface
+    ~/.dapo/clusters/HEAD_PORT/HOST/record.json    the supervisor of the running Ray, its interface
                                     ray.log        Ray's output; locked while the supervisor lives
-    ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while the host's Ray is being started or stopped
+    ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while Ray is being started or stopped
 
 Ray runs in the foreground under the supervisor of tasks/processes, which ends every process below
-it, daemons included. Its sessions and sockets are in a temporary folder of their own, which is
-removed with it.
+it, daemons included. Sessions and sockets are in a temporary folder that is removed with it.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def folder_of(request: Mapping[str, Any]) -> Path:
 
 
 def _look(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Inspect the node before Ray starts: running Rays, devices, interface, owner of the head port."""
+    """Inspect the node before Ray starts: running Rays, devices, interface, the head's port."""
     record = running(folder_of(request))
     reply: dict[str, Any] = {"running": record, "others": _other_rays(record)}
     if (pattern := DEVICE_FILES.get(request["device"])) is not None:
@@ -98,26 +97,15 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
         interface = interface_towards(request["targets"], request["interface"], request["own"])
     except NoInterfaceError as error:
         return {**reply, "problem": str(error)}
-    reply["interface"] = {
-        "name": interface.name,
-        "address": interface.address,
-        "mtu": interface.mtu,
-    }
-    if (
-        request["is_head"]
-        and record is None
-        and (owner := port_owner(interface.address, request["port"]))
-    ):
-        reply["problem"] = (
-            f"port {request['port']} is taken by {owner}: stop it, or set another port"
-        )
+    reply["interface"] = asdict(interface)
+    port = request["port"]
+    if request["is_head"] and record is None and (owner := port_owner(interface.address, port)):
+        reply["problem"] = f"port {port} is taken by {owner}: stop it, or set another port"
     return reply
 
 
 def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that this node, the head, can reach every other node; returns faults and warnings by
-    host.
-    """
+    """Check that this node, the head, reaches every other one; returns faults and warnings."""
     faults: dict[str, str] = {}
     warnings: dict[str, str] = {}
     for name, address in request["addresses"].items():
@@ -128,9 +116,8 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         back = interface_of(source)
         if source == address:
-            faults[name] = (
-                f"its address {address} belongs to the head itself: set the host's interface"
-            )
+            owned = f"its address {address} belongs to the head itself"
+            faults[name] = f"{owned}: set the host's interface"
         elif back is not None and back.name != request["interface"]:
             warnings[name] = (
                 f"packets to the head arrive at {request['address']} on {request['interface']} but "
@@ -140,13 +127,12 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start Ray unless it is running; returns its record and the cluster's token, or the problem."""
-    folder = folder_of(request)
+    """Start Ray unless it is running; returns its record and the token, or the problem."""
+    folder, temporary = folder_of(request), _temp_folder(request)
     try:
         with _locked(folder):
             if (record := running(folder)) is not None:
                 return _started_reply(folder, record)
-            temporary = _temp_folder(request)
             if len(temporary) > MAX_TEMP_CHARACTERS:
                 limit = f"at most {MAX_TEMP_CHARACTERS} characters"
                 return {"problem": f"RAY_TMPDIR={temporary} is too long for Ray's sockets: {limit}"}
@@ -157,32 +143,26 @@ def _start(request: Mapping[str, Any]) -> dict[str, Any]:
             record = _launch(folder, request)
         return _await_start(folder, record, request)
     except OSError as error:
-        return {
-            "problem": f"Ray cannot be started (files in {folder} and {_temp_folder(request)}): {error}"
-        }
+        return {"problem": f"Ray cannot be started (files in {folder} and {temporary}): {error}"}
 
 
 def _await_start(
     folder: Path, record: dict[str, Any], request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Wait until Ray has started; retry if it fails."""
-    deadline = time.monotonic() + request["start_seconds"]
+    deadline, log = time.monotonic() + request["start_seconds"], folder / "ray.log"
     for attempt in range(1, MAX_ATTEMPTS + 1):
         if _has_started(record, deadline):
             break
         with _locked(folder):
             if _read_record(folder) != record:
-                return {
-                    "problem": "the start was cancelled by another command, such as `dapo cluster down`"
-                }
-            log = durable.tail(folder / "ray.log", NUM_LINES)
+                return {"problem": "another command, such as `dapo cluster down`, cancelled it"}
+            lines = durable.tail(log, NUM_LINES)
             _end(record)
             pause = RETRY_SECONDS * attempt
             if attempt == MAX_ATTEMPTS or time.monotonic() + pause >= deadline:
-                return {
-                    "problem": f"Ray did not start ({attempt} attempts); last lines of {folder}/ray.log:",
-                    "log": log,
-                }
+                fault = f"Ray did not start ({attempt} attempts); last lines of {log}:"
+                return {"problem": fault, "log": lines}
             time.sleep(pause)
             _remove_files(folder)
             record = _launch(folder, request)
@@ -196,7 +176,7 @@ def _started_reply(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Exclude other starts and stops of a host's Ray; its folder may be removed inside the block."""
+    """Exclude other starts and stops of a host's Ray; the block may remove its folder."""
     lock = folder.parent.with_name(f"{folder.parent.name}.{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with durable.locked(lock, waiting="which starts or stops Ray here"):
@@ -207,9 +187,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Raise BrokenPipeError if the requesting command was interrupted and no longer reads the
-    reply.
-    """
+    """Raise BrokenPipeError if the requesting command has ended and reads no reply."""
     output = select.poll()
     output.register(1, 0)
     if output.poll(0):
@@ -228,25 +206,18 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
         AUTH_TOKEN: None,  # it may be another cluster's
         "RAY_ADDRESS": None,
     }
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limits[0] < OPEN_FILES:
-        limit = OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(OPEN_FILES, limits[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < OPEN_FILES:
+        limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     log = prepare_log(folder / "ray.log", "Ray")
     lock = durable.try_lock(log)
     if lock is None:
         raise BlockingIOError(f"{log} is locked by another start of this cluster")
-    settings = {
-        "parent_pid": None,  # Ray outlives this command
-        "grace_seconds": GRACE_SECONDS,
-        "folder": None,  # Ray's logs outlive a failure
-    }
-    options = [
-        "--block",
-        "--disable-usage-stats",
-        f"--temp-dir={temporary}/{RAY}",
-        *request["options"],
-    ]
+    # Ray outlives this command, and its logs a failure.
+    settings = {"parent_pid": None, "grace_seconds": GRACE_SECONDS, "folder": None}
+    options = ["--block", "--disable-usage-stats", f"--temp-dir={temporary}/{RAY}"]
+    options += request["options"]
     if request["is_head"]:  # Ray's default port may be taken, and the head would fail
         options.append(f"--ray-client-server-port={free_ports(request['address'])[0]}")
     with os.fdopen(lock):
@@ -283,12 +254,9 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 def _is_alive(record: Mapping[str, Any]) -> bool:
     """True if the recorded process itself is alive; pids are reused, also after a reboot."""
     fields = stat_fields(record["pid"])
-    return (
-        record["boot"] == BOOT.read_text().strip()
-        and bool(fields)
-        and fields[0] != "Z"
-        and fields[19] == record["start_time"]
-    )
+    if not fields or fields[0] == "Z" or fields[19] != record["start_time"]:
+        return False
+    return bool(record["boot"] == BOOT.read_text().strip())
 
 
 def _has_started(record: Mapping[str, Any], deadline: float) -> bool:
@@ -305,25 +273,20 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
     environment = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     environment.pop(AUTH_TOKEN, None)
     try:
-        return {
-            "nodes": ask_cluster(request["head_address"], request["seconds"], environment).nodes
-        }
+        room = ask_cluster(request["head_address"], request["seconds"], environment)
+        return {"nodes": room.nodes}
     except WorkerDied as error:
         return {"problem": str(error)}
 
 
 def _status(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of the running Ray and whether it can reach the head, or how the last one
-    ended.
-    """
+    """Return the running Ray and whether it reaches the head, or how the last one ended."""
     folder = folder_of(request)
     if (record := running(folder)) is not None:
         return {"running": record, "unreachable": unreachable(record)}
     if (last := _read_record(folder)) is not None:
-        return {
-            "running": None,
-            "ended": {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)},
-        }
+        log = durable.tail(folder / "ray.log", NUM_LINES)
+        return {"running": None, "ended": {**last, "log": log}}
     return {"running": None}
 
 
@@ -338,23 +301,17 @@ def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
         was_alive = _is_alive(record)
         num_processes = 1 + len(descendants(record["pid"])) if was_alive else 0
         if not _end(record):
-            return {
-                "problem": f"the processes below pid {record['pid']} did not end within {END_SECONDS:g} s"
-            }
+            left = f"the processes below pid {record['pid']}"
+            return {"problem": f"{left} did not end within {END_SECONDS:g} s"}
         _remove_folder(folder)
-        return {
-            "ended": record["started_at"],
-            "num_processes": num_processes,
-            "was_alive": was_alive,
-        }
+        ended = record["started_at"]
+        return {"ended": ended, "num_processes": num_processes, "was_alive": was_alive}
 
 
 def _remove_folder(folder: Path) -> None:
     """Remove a host's folder, and with the last host's the cluster's token."""
     _remove_files(folder)
-    with contextlib.suppress(
-        OSError
-    ):  # the home is shared, and another host of the cluster still uses it
+    with contextlib.suppress(OSError):  # the home is shared, and another host still uses it
         folder.rmdir()
         names = {path.name for path in folder.parent.iterdir()}
         if names <= {ADDRESS, TOKEN}:
@@ -387,9 +344,7 @@ def _remove_files(folder: Path) -> None:
 
 
 def _write_token(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the cluster's address and token into the cluster's folder, which only this user can
-    read.
-    """
+    """Write the cluster's address and token into its folder, which only this user can read."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.parent.chmod(0o700)
     durable.write_atomically(folder.parent / ADDRESS, request["head_address"])
@@ -404,21 +359,12 @@ def _other_rays(record: Mapping[str, Any] | None) -> list[str]:
     """Describe the raylets of this machine's network that our supervisor did not start."""
     own = {*descendants(record["pid"]), record["pid"]} if record else set()
     found = []
-    for process in psutil.process_iter(["pid", "name", "username", "cmdline"]):
-        words = process.info["cmdline"] or []
-        address = next(
-            (w.partition("=")[2] for w in words if w.startswith("--node_ip_address=")), None
-        )
-        if (
-            process.info["name"] != "raylet"
-            or process.info["pid"] in own
-            or not _shares_network(process.pid)
-        ):
-            continue
-        if address is not None and not address.startswith(
-            "127."
-        ):  # loopback: a training's private Ray
-            found.append(f"pid {process.pid} of {process.info['username']} at {address}")
+    for process in psutil.process_iter(["name", "username", "cmdline"]):
+        if process.info["name"] == "raylet" and process.pid not in own:
+            options = dict(word.partition("=")[::2] for word in process.info["cmdline"] or ())
+            address = options.get("--node_ip_address", "127.")  # loopback: a training's own Ray
+            if not address.startswith("127.") and _shares_network(process.pid):
+                found.append(f"pid {process.pid} of {process.info['username']} at {address}")
     return found
 
 

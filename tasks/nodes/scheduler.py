@@ -51,8 +51,8 @@ def machines_of(path: Path | None, environ: Mapping[str, str]) -> tuple[Inventor
 def from_scheduler(environ: Mapping[str, str]) -> Inventory:
     """Return the nodes of the current job as an inventory; the first is the head.
 
-    Without a count of devices, each node is assumed to have as many as this machine. Raises
-    ConfigError outside a job, and if the job does not list its nodes.
+    Nodes without a count of devices are assumed to have as many as this machine. Raises ConfigError
+    outside a job, and if the job does not list its nodes.
     """
     for name, allocation_of in (
         ("SLURM_JOB_ID", _from_slurm),
@@ -151,10 +151,9 @@ def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:
     """Return the name of the generic resource and its count per node; None if SLURM has none."""
     job = " ".join(_scontrol("show", "job", "--oneliner", environ["SLURM_JOB_ID"]))
     per_node = re.search(r"TresPerNode=(\S+)", job)
-    if per_node and (found := _GRES.findall(per_node[1])):
-        names = [name for name, _ in found if _DEVICE_GRES.search(name)]
-        if names:
-            return names[0], [sum(int(count) for name, count in found if name == names[0])]
+    found = _GRES.findall(per_node[1]) if per_node else []
+    if names := [name for name, _ in found if _DEVICE_GRES.search(name)]:
+        return names[0], [sum(int(count) for name, count in found if name == names[0])]
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if environ.get(name):
             return "gpu", [sum(_last_number(part) for part in environ[name].split(","))]
@@ -231,9 +230,8 @@ def _lines(path: str, source: str) -> list[str]:
 
 
 def _from_volcano(environ: Mapping[str, str]) -> _Allocation:
-    found = {
-        match[1]: value for name, value in environ.items() if (match := _VOLCANO.fullmatch(name))
-    }
+    matches = {name: _VOLCANO.fullmatch(name) for name in environ}
+    found = {match[1]: environ[name] for name, match in matches.items() if match}
     if not found:
         name = socket.gethostname()
         raise ConfigError(
