@@ -34,31 +34,20 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
     )
     first, second = inventory.hosts
     assert [host.name for host in inventory.in_order] == ["b", "a"]
-    assert (inventory.devices_of(first), inventory.devices_of(second), inventory.num_devices) == (
-        8,
-        4,
-        12,
-    )
+    assert (inventory.devices_of(first), inventory.devices_of(second)) == (8, 4)
     assert inventory.environment_of(second) == {"X": "1", "Y": "2"}
     assert (first.reached_at, inventory.project) == ("a", str(ROOT))
 
 
 def test_names_and_variables_are_kept_as_written(tmp_path: Path) -> None:
-    values = (
-        "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', "
-        "HEX: 0x1F}"
-    )
+    values = "{A: 0022, B: 2.10, C: 12:30, D: 1_2, E: 2026-01-31, F: '007', G: 0x1F}"
     hosts = f"[0123, {{name: 1_0, address: 10.0, devices: 2, env: {values}}}]"
     inventory = _read(tmp_path, f"hosts: {hosts}\nhead: 0123\ndevices: 1\nenv: {values}")
-    assert [(host.name, host.reached_at) for host in inventory.in_order] == [
-        ("0123", "0123"),
-        ("1_0", "10.0"),
-    ]
+    first, second = inventory.in_order
+    assert (first.name, second.name, second.reached_at) == ("0123", "1_0", "10.0")
     written = ["0022", "2.10", "12:30", "1_2", "2026-01-31", "007", "0x1F"]
-    assert [list(inventory.environment_of(host).values()) for host in inventory.in_order] == [
-        written
-    ] * 2
-    assert inventory.num_devices == 3
+    for host in (first, second):
+        assert list(inventory.environment_of(host).values()) == written
 
 
 @pytest.mark.parametrize(
@@ -79,97 +68,45 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
     ("text", "message"),
     [
         ("", "nodes.yaml: hosts is not set: list the machines, such as [node1, node2]"),
-        ("[a, b]", "nodes.yaml contains a list instead of sections with keys"),
-        ("hosts: []\ndevices: 1", "hosts = [] is invalid: "),
-        (
-            "serve: {port: 8000}\ntrain: {}",
-            "nodes.yaml is a recipe; this command needs an inventory",
-        ),
-        (
-            "hosts: node1\ndevices: 1",
-            "hosts = 'node1' is invalid: it must be a list, such as [node1, node2]",
-        ),
+        ("serve: {port: 8000}\ntrain: {}", "is a recipe; this command needs an inventory"),
+        ("hosts: node1\ndevices: 1", "hosts = 'node1' is invalid: it must be a list"),
         ("hosts: [a]", "devices is not set for a: set the number per host, such as 16"),
-        ("hosts: [a]\ndevices: 0", "devices = 0 is invalid: it must be at least 1"),
         ("hosts: [a, b, a]\ndevices: 1", "host a is listed twice"),
-        (
-            "hosts: [{name: a, address: fd00::1}, 'fd00:0::1']\ndevices: 1",
-            "a and fd00:0::1 have the same address",
-        ),
+        ("hosts: [{name: a, address: fd00::1}, 'fd00:0::1']\ndevices: 1", "the same address"),
         ("hosts: [A, a]\ndevices: 1", "hosts A and a have the same address a"),
-        (
-            "hosts: [node1, node2]\nhead: nod2\ndevices: 1",
-            "head = nod2 is not among the hosts (did you mean",
-        ),
-        ("hosts: [a]\ndevice: gpu\ndevices: 1", "device = 'gpu' is invalid: it must be 'cpu'"),
-        (
-            "hosts: [a]\ndevise: npu\ndevices: 1",
-            "unknown key devise (did you mean device, devices?)",
-        ),
-        (
-            "hosts: [{name: a, interfase: x}]\ndevices: 1",
-            "unknown key hosts.0.interfase (did you mean interface",
-        ),
-        (
-            "hosts: [[a]]\ndevices: 1",
-            "hosts.0 = ['a'] is invalid: a host must be a name or a section with keys",
-        ),
-        (
-            "hosts: [root@a]\ndevices: 1",
-            "'root@a' is not a host name or address: set the user with the key user",
-        ),
+        ("hosts: [node1]\nhead: nod1\ndevices: 1", "head = nod1 is not among the hosts (did you"),
+        ("hosts: [a]\ndevise: npu\ndevices: 1", "unknown key devise (did you mean device, "),
+        ("hosts: [{name: a, interfase: x}]\ndevices: 1", "unknown key hosts.0.interfase (did you"),
+        ("hosts: [[a]]\ndevices: 1", "a host must be a name or a section with keys"),
+        ("hosts: [root@a]\ndevices: 1", "set the user with the key user"),
         ("hosts: ['-oProxyCommand=x']\ndevices: 1", "is not a host name or address"),
         ("hosts: ['a b']\ndevices: 1", "is not a host name or address"),
-        (
-            "hosts: [IP FOR MASTER NODE]\ndevices: 1",
-            "hosts.0 = 'IP FOR MASTER NODE' still holds a placeholder",
-        ),
-        (
-            "hosts: [{name: a, interface: Your SOCKET IFNAME}]\ndevices: 1",
-            "hosts.0.interface = 'Your SOCKET",
-        ),
+        ("hosts: [IP FOR MASTER NODE]\ndevices: 1", "still holds a placeholder"),
         ("hosts: [a]\ndevices: 1\nenv: {X: <NAME>}", "env.X = '<NAME>' still holds a placeholder"),
         ("hosts: [a]\ndevices: 1\nenv: {X: true}", "env.X = True is invalid: it must be text"),
         ("hosts: [a]\ndevices: 1\nenv: {GLOO_SOCKET_IFNAME: eth0}", "set the host's interface"),
-        (
-            "hosts: [a]\ndevices: 1\nenv: {RAY_AUTH_TOKEN: x}",
-            "`dapo cluster up` sets itself: remove it",
-        ),
+        ("hosts: [a]\ndevices: 1\nenv: {RAY_AUTH_TOKEN: x}", "`dapo cluster up` sets itself"),
         ("hosts: [a]\ndevices: 1\nenv: {A-B: x}", "'A-B', which is not a valid variable name"),
-        (
-            "hosts: [a, b]\ndevices: 1\nshell: docker exec a sh -c",
-            "would run everything on one machine",
-        ),
+        ("hosts: [a, b]\ndevices: 1\nshell: docker exec a sh -c", "everything on one machine"),
         (
             "hosts: [a]\ndevices: 1\nshell: ssh {name}",
-            "shell has {name}, but only {host}, {address}",
+            "shell has {name}, but only {host}",
         ),
         (
             "hosts: [a]\ndevices: 1\nshell: ssh {user}@{host}",
-            "shell has {user}, but user is not set",
+            "{user}, but user is not set",
         ),
         ("hosts: [a]\ndevices: 1\nshell: ssh '{host}", "is not a command: No closing quotation"),
-        ("hosts: [a]\ndevices: 1\nshell: ''", "shell = '' would run everything on one machine"),
         (
             "hosts: [a]\ndevices: 1\nport: 70000",
-            "port = 70000 is invalid: it must be at most 65535",
+            "port = 70000 is invalid: it must be at",
         ),
-        ("hosts: [a]\ndevices: 1\ndevices: 2", "devices is written twice"),
-        (
-            "hosts: [a]\ndevice: cpu\ndevices: 2\nnum_cpus: 2",
-            "num_cpus is for nodes with accelerators",
-        ),
-        ("hosts: [a\n", "is not valid YAML"),
+        ("hosts: [a]\ndevice: cpu\ndevices: 2\nnum_cpus: 2", "for nodes with accelerators"),
     ],
 )
 def test_an_invalid_inventory_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         _read(tmp_path, text)
-
-
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"inventory \S+none.yaml cannot be read: No such file"):
-        read(tmp_path / "none.yaml")
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
