@@ -1,5 +1,4 @@
-"""Names of torch_npu, vLLM and vllm-ascend that the project uses exist in the wheels of the newest
-Ascend set.
+"""Names of torch_npu, vLLM and vllm-ascend that we use exist in the newest Ascend set's wheels.
 
 The uses are read from the project's sources, so that new ones are checked automatically. Nothing is
 imported: torch_npu needs CANN.
@@ -44,48 +43,32 @@ class Use:
 
 
 def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
-    """Yield attributes of the expressions `roots`, nested ones included: for root `a`, `a.b.c`
-    gives `b.c`.
-    """
+    """Yield attributes of the expressions `roots`: for root `a`, `a.b.c` gives `b.c`."""
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in inner:
-            text = ast.unparse(node)
-            for root in roots:
-                name = text.removeprefix(f"{root}.")
-                if name != text and "(" not in name:
-                    call = calls.get(id(node))
-                    positional = len(call.args) if call else 0
-                    keywords = (
-                        frozenset(word.arg for word in call.keywords if word.arg)
-                        if call
-                        else frozenset()
-                    )
-                    yield Use(name, f"{file}:{node.lineno}", positional, keywords)
+        if not isinstance(node, ast.Attribute) or id(node) in inner:
+            continue
+        text, call = ast.unparse(node), calls.get(id(node))
+        keywords = (
+            frozenset(word.arg for word in call.keywords if word.arg) if call else frozenset()
+        )
+        for root in roots:
+            name = text.removeprefix(f"{root}.")
+            if name != text and "(" not in name:
+                place = f"{file}:{node.lineno}"
+                yield Use(name, place, len(call.args) if call else 0, keywords)
 
 
 def device_modules(tree: ast.AST) -> set[str]:
-    """Expressions for torch's device module: calls of Device.module(), and the names they are
-    assigned to.
-    """
+    """Expressions for torch's device module: calls of Device.module(), names with such a value."""
     found = set()
     for node in ast.walk(tree):
-        targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(
-            type(node)
-        )
         value = node if isinstance(node, ast.Call) else getattr(node, "value", None)
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and value.func.attr == "module"
-        ):
-            found.add(ast.unparse(value))
-            if targets:
-                names = getattr(node, targets)
-                found |= {
-                    ast.unparse(name) for name in (names if isinstance(names, list) else [names])
-                }
+        function = value.func if isinstance(value, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr == "module":
+            names = getattr(node, "targets", None) or [getattr(node, "target", value)]
+            found |= {ast.unparse(value), *map(ast.unparse, names)}
     return found
 
 
@@ -113,40 +96,32 @@ class Wheels:
 
     def has(self, dotted: str) -> bool:
         """True if `package.module.name` is a module, or a name in one."""
-        path = dotted.replace(".", "/")
-        if f"{path}.py" in self.files or f"{path}/__init__.py" in self.files:
-            return True
         module, _, name = dotted.rpartition(".")
-        folder = module.replace(".", "/")
-        file = next(
-            (each for each in (f"{folder}.py", f"{folder}/__init__.py") if each in self.files), None
-        )
-        return file is not None and name in self.names(file)
+        file = self.file_of(module)
+        is_module = self.file_of(dotted) is not None
+        return is_module or (file is not None and name in self.names(file))
+
+    def file_of(self, module: str) -> str | None:
+        path = module.replace(".", "/")
+        files = (f"{path}.py", f"{path}/__init__.py")
+        return next((file for file in files if file in self.files), None)
 
     def names(self, file: str) -> set[str]:
-        """Names that a module defines, imports or lists in __all__ or in its table of lazy imports."""
+        """Names that a module defines, imports, or lists in __all__ or a table of lazy imports."""
         found: set[str] = set()
         for node in ast.walk(self.tree(file)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 folder = file.split("/")[: -node.level] if node.level else []
-                path = "/".join([*folder, *(node.module or "").split(".")])
-                found |= self.names(
-                    next(
-                        each for each in (f"{path}.py", f"{path}/__init__.py") if each in self.files
-                    )
-                )
+                found |= self.names(self.file_of(".".join([*folder, node.module or ""])) or "")
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 found |= {each.asname or each.name for each in node.names}
             elif isinstance(node, ast.Assign):
                 found |= {ast.unparse(target) for target in node.targets}
                 if ast.unparse(node.targets[0]) in ("__all__", "MODULE_ATTRS"):
-                    found |= {
-                        each.value
-                        for each in ast.walk(node.value)
-                        if isinstance(each, ast.Constant)
-                    }
+                    inside = ast.walk(node.value)
+                    found |= {each.value for each in inside if isinstance(each, ast.Constant)}
             elif isinstance(node, ast.AnnAssign):
                 found.add(ast.unparse(node.target))
         return found
@@ -172,9 +147,8 @@ def vllm() -> Wheels:
 def test_device_functions_exist_in_torch_npu(torch_npu: Wheels) -> None:
     asked = in_sources(device_modules)
 
-    assert {"mem_get_info", "is_available", "current_stream", "empty_cache"} <= {
-        use.name for use in asked
-    }
+    expected = {"mem_get_info", "is_available", "current_stream", "empty_cache"}
+    assert expected <= {use.name for use in asked}
     assert [use for use in asked if not torch_npu.has(f"torch_npu.npu.{use.name}")] == []
     assert not torch_npu.has("torch_npu.npu.memory_of_the_moon")
 
@@ -189,31 +163,23 @@ def test_functions_called_by_name_exist_in_torch_npu_with_these_arguments(
         if not use.name.startswith("npu_"):
             assert torch_npu.has(f"torch_npu.{use.name}"), use
             continue
-        # operators are registered in C++ by schema
-        name = (
-            use.name.encode()
-        )  # first in the pattern: a literal prefix is searched ten times as fast
+        # operators are registered in C++ by schema; a literal prefix is searched fast
+        name = use.name.encode()
         arguments = rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->"
         schemas = re.findall(name + rb"(?<![\w.:]" + name + rb")" + arguments, library)
         assert schemas, use
-        parameters = [
-            part.split("=")[0].split()[-1]
-            for part in re.split(r", (?![^\[(]*[\])])", schemas[0].decode())
-        ]
+        parts = re.split(r", (?![^\[(]*[\])])", schemas[0].decode())
+        parameters = [part.split("=")[0].split()[-1] for part in parts]
         assert use.num_positional <= len(parameters), (use, schemas)
         assert use.keywords <= set(parameters), (use, schemas)
     assert "profiler.profile" in {use.name for use in called}
 
 
 def test_imported_names_exist_in_vllm(vllm: Wheels) -> None:
-    imported = [
-        f"{node.module}.{name.name}"
-        for tree in SOURCES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").split(".")[0] in ("vllm", "vllm_ascend")
-        for name in node.names
-    ]
+    imported = []
+    for node in (node for tree in SOURCES.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"vllm(_ascend)?\b", node.module or ""):
+            imported += [f"{node.module}.{name.name}" for name in node.names]
 
     assert "vllm.LLMEngine" in imported
     assert [name for name in imported if not vllm.has(name)] == []
@@ -222,11 +188,9 @@ def test_imported_names_exist_in_vllm(vllm: Wheels) -> None:
 
 @pytest.mark.slow
 def test_methods_of_the_engine_worker_and_sampler_exist_in_vllm(vllm: Wheels) -> None:
-    of_engine = {
-        path: tree
-        for path, tree in SOURCES.items()
-        if path.name in ("vllm_engine.py", "vllm_transfer.py")
-    }
+    names = ("vllm_engine.py", "vllm_transfer.py")
+    of_engine = {path: tree for path, tree in SOURCES.items() if path.name in names}
+    assert len(of_engine) == len(names)
     methods = vllm.attributes("vllm/v1/engine/llm_engine.py")
     on_workers, of_worker = set(), set()
     for path, tree in of_engine.items():
@@ -235,9 +199,8 @@ def test_methods_of_the_engine_worker_and_sampler_exist_in_vllm(vllm: Wheels) ->
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("collective_rpc"):
                 on_workers |= {each.value for each in node.args if isinstance(each, ast.Constant)}
-            if isinstance(node, ast.FunctionDef) and "worker" in {
-                each.arg for each in node.args.args
-            }:
+            arguments = node.args.args if isinstance(node, ast.FunctionDef) else ()
+            if "worker" in {each.arg for each in arguments}:
                 of_worker |= {use.name for use in uses(node, {"worker"})}
                 of_worker |= {each.args[1].value for each in ast.walk(node) if is_getattr(each)}
     assert {"start_weight_update", "update_weights", "finish_weight_update"} <= on_workers

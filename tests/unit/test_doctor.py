@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import subprocess
 import threading
@@ -41,9 +40,8 @@ ONLINE, OFFLINE = WorkerStatus.ONLINE, WorkerStatus.OFFLINE
 def deployment(active: bool = True, **values: Any) -> SimpleNamespace:
     """Return a deployment with one schedule."""
     defaults = {"name": "dapo-nightly", "pool": "dapo", "paused": False, "has_run": True}
-    return SimpleNamespace(
-        id=uuid4(), schedules=[SimpleNamespace(active=active)], **{**defaults, **values}
-    )
+    schedules = [SimpleNamespace(active=active)]
+    return SimpleNamespace(id=uuid4(), schedules=schedules, **{**defaults, **values})
 
 
 @dataclass
@@ -68,9 +66,7 @@ class Server:
         return SimpleNamespace(name=name, is_paused=self.is_paused)
 
     def read_workers_for_work_pool(self, name: str) -> list[SimpleNamespace]:
-        return [
-            SimpleNamespace(name=worker, status=status) for worker, status in self.workers.items()
-        ]
+        return [SimpleNamespace(name=each, status=self.workers[each]) for each in self.workers]
 
     def read_automations_by_name(self, name: str) -> list[SimpleNamespace]:
         return [SimpleNamespace(enabled=enabled) for enabled in self.automations]
@@ -89,9 +85,8 @@ class Server:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project directory with one deployment."""
-    (tmp_path / "prefect.yaml").write_text(
-        "deployments: [{name: dapo-nightly, entrypoint: flows/a.py:a}]"
-    )
+    text = "deployments: [{name: dapo-nightly, entrypoint: flows/a.py:a}]"
+    (tmp_path / "prefect.yaml").write_text(text)
     return tmp_path
 
 
@@ -99,7 +94,6 @@ def examined(
     monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wait: float = 0
 ) -> list[Finding]:
     """Return the findings about the server."""
-
     client = "prefect.client.orchestration.SyncPrefectClient"
     monkeypatch.setattr(client, lambda _, **__: contextlib.nullcontext(server))
     monkeypatch.setattr(doctor, "named_api", lambda _: URL)
@@ -115,40 +109,24 @@ def test_a_healthy_server_has_no_findings(
     assert {finding.status for finding in findings} == {OK}
     assert findings[-1] == Finding("schedules", OK, "dapo-nightly: 2026-11-22 02:00 UTC")
     assert examined(monkeypatch, Server(asked_until_scheduled=3), project, wait=60)[-1].status == OK
-    elsewhere = tmp_path_factory.mktemp(
-        "elsewhere"
-    )  # outside the project, deployments are not checked
+    others = ({"pool": "theirs"}, {"paused": True}, {"active": False})  # none is waited for
+    server = Server(deployments=[deployment(), *(deployment(**e, has_run=False) for e in others)])
+    assert examined(monkeypatch, server, project)[-1] == findings[-1]
+    elsewhere = tmp_path_factory.mktemp("elsewhere")  # deployments are not checked there
     assert examined(monkeypatch, Server(deployments=[]), elsewhere)[-1].check == "crash detection"
 
 
 @pytest.mark.parametrize(
     ("server", "check", "status", "expected"),
     [
-        (
-            Server(version="3.0.0"),
-            "Prefect server",
-            FAIL,
-            f"3.0.0, this environment has {prefect.__version__}",
-        ),
+        (Server(version="3.0.0"), "Prefect server", FAIL, "3.0.0, this environment has"),
         (Server(has_pool=False), "worker", FAIL, "no work pool dapo"),
-        (Server(workers={}), "worker", FAIL, "none online in work pool dapo"),
         (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none online in work pool dapo"),
         (Server(is_paused=True), "worker", FAIL, "work pool dapo is paused"),
         (Server(automations=[]), "crash detection", WARN, "`dapo up --store"),
-        (
-            Server(automations=[False]),
-            "crash detection",
-            WARN,
-            "prefect automation resume 'dapo: crashed",
-        ),
-        (Server(deployments=[]), "deployments", FAIL, "not registered: dapo-nightly"),
+        (Server(automations=[False]), "crash detection", WARN, "automation resume 'dapo: crashed"),
         (Server(deployments=[deployment(pool="b")]), "deployments", FAIL, "not registered"),
-        (
-            Server(deployments=[deployment(has_run=False)]),
-            "schedules",
-            FAIL,
-            "after 0 s no run is scheduled",
-        ),
+        (Server(deployments=[deployment(has_run=False)]), "schedules", FAIL, "no run is scheduled"),
     ],
 )
 def test_a_problem_is_the_only_finding(
@@ -165,19 +143,6 @@ def test_a_problem_is_the_only_finding(
     assert finding.advice
 
 
-def test_deployments_without_an_active_schedule_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, project: Path
-) -> None:
-    others = ({"pool": "theirs"}, {"paused": True}, {"active": False})
-    server = Server(
-        deployments=[deployment(), *(deployment(**each, has_run=False) for each in others)]
-    )
-    assert (
-        examined(monkeypatch, server, project, wait=60)[-1].found
-        == "dapo-nightly: 2026-11-22 02:00 UTC"
-    )
-
-
 def test_an_unreachable_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", URL)
     (finding,) = doctor.examine_server(tmp_path, ROOT, 0)
@@ -185,26 +150,22 @@ def test_an_unreachable_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("environment", "status", "found"),
+    ("variables", "status", "found"),
     [
-        ({}, WARN, "no authentication (pid "),
-        ({"RAY_AUTH_MODE": "disabled"}, WARN, "can run code"),
+        ({"RAY_AUTH_MODE": "disabled"}, WARN, "no authentication (pid "),
         ({"RAY_AUTH_MODE": "token"}, OK, "1 running, with a token"),
-        (None, OK, "none running"),
     ],
 )
 def test_a_ray_head_without_a_token_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    environment: dict[str, str] | None,
+    variables: dict[str, str],
     status: str,
     found: str,
 ) -> None:
     head = tmp_path / "gcs_server"
     shutil.copy("/bin/sleep", head)
-    command = [head if environment is not None else "sleep", "600"]
-    variables = environment or {"PATH": os.environ["PATH"]}
-    with subprocess.Popen(command, env=variables) as process:
+    with subprocess.Popen([head, "600"], env=variables) as process:
         wait_until(
             lambda: psutil.Process(process.pid).environ() == variables,
             "the environment that the kernel fills in after exec",
@@ -263,9 +224,8 @@ def test_a_file_system_without_locks_fails(monkeypatch: pytest.MonkeyPatch, tmp_
     assert doctor.check_locks(tmp_path).status == OK
     monkeypatch.setattr(doctor, "TRY_LOCK", "pass")
     assert doctor.check_locks(tmp_path).found == "flock does not exclude other processes"
-    monkeypatch.setattr(
-        doctor, "locked", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    )
+    fault = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(doctor, "locked", mock.Mock(side_effect=fault))
     assert doctor.check_locks(tmp_path).found == "flock failed: No locks available"
     assert list(tmp_path.iterdir()) == []
 
@@ -281,18 +241,15 @@ def test_incompatible_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2.1.0, needs" in finding.found
     finding = doctor.check_torch()
     assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
-    versions["torchvision"] = (
-        "0.24.0+cpu"  # from torch's index, as with vllm-ascend and a CPU torch
-    )
+    versions["torchvision"] = "0.24.0+cpu"  # from torch's index, beside vllm-ascend
     assert doctor.check_torch().status == OK
 
 
 def test_low_memory_and_broken_drivers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Cuda, "visible", lambda device, environment: [])
-        patch.setattr(
-            psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB)
-        )
+        memory = SimpleNamespace(available=4 * GIB - 1, total=8 * GIB)
+        patch.setattr(psutil, "virtual_memory", lambda: memory)
         assert doctor.check_hardware().status == WARN
 
     def broken(device: Cuda, environment: Mapping[str, str]) -> list[str]:
@@ -326,9 +283,8 @@ def test_a_schedule_without_an_upcoming_run_exits_with_1(
     for name in ("check_packages", "check_torch", "check_space", "check_hardware"):
         monkeypatch.setattr(doctor, name, lambda *_: Finding("of this machine", OK, ""))
     for has_run, status in ((True, 0), (False, 1)):
-        examined(
-            monkeypatch, Server(deployments=[deployment(has_run=has_run)]), project
-        )  # keeps the patched server
+        server = Server(deployments=[deployment(has_run=has_run)])
+        examined(monkeypatch, server, project)  # patches the server
         result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "new/store"])
         assert not Path("new").exists()
         assert result.exit_code == status, result.output
