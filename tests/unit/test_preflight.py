@@ -107,12 +107,8 @@ def test_all_faults_are_reported_at_once_with_keys_that_fit(tmp_path: Path, mode
     config = recipe(tmp_path, bare, train, serve={**LENGTHS["serve"], "max_model_len": 22528})
     with pytest.raises(PreflightError, match=r"^3 findings would end this run") as caught:
         require_ready(config)
-    for words in (
-        "has no chat template",
-        "--set serve.max_model_len=512",
-        "data_source 'exam' has no scorer",
-    ):
-        assert words in str(caught.value)
+    faults = ("has no chat template", "--set serve.max_model_len=512", "'exam' has no scorer")
+    assert [words for words in faults if words not in str(caught.value)] == []
 
 
 def test_the_first_problems_of_a_large_set_are_checked(
@@ -123,9 +119,8 @@ def test_the_first_problems_of_a_large_set_are_checked(
     (tmp_path / "rows").mkdir()
     write_training(tmp_path / "rows/a.parquet", source="exam")
     config = recipe(tmp_path, model, tmp_path / "rows")
-    assert [finding.found for finding in found(config, OK) if finding.check == "later"] == [
-        "checked after the first two stages: the rows of rows after the first 3"
-    ]
+    [later] = [finding for finding in found(config, OK) if finding.check == "later"]
+    assert "the rows of rows after the first 3" in later.found
     (finding,) = found(config, FAIL)
     assert "data_source 'exam' has no scorer" in finding.found
 
@@ -134,9 +129,8 @@ def test_a_base_model_passes_with_a_chat_template_of_its_own(tmp_path: Path, mod
     bare = Path(shutil.copytree(model, tmp_path / "bare"))
     template = (bare / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     config = recipe(tmp_path, bare)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"chat_template": str(template)})}
-    )
+    own = config.model.model_copy(update={"chat_template": str(template)})
+    config = config.model_copy(update={"model": own})
     assert not found(config, FAIL)
     template.unlink()
     [finding] = found(config, FAIL)
@@ -162,10 +156,7 @@ def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: P
     assert not found(recipe(tmp_path, model, evaluate={"benchmarks": [short]}), FAIL)
     benchmarks = [short, {"set": str(long), "max_response_tokens": 80}]
     (finding,) = found(recipe(tmp_path, model, evaluate={"benchmarks": benchmarks}), FAIL)
-    assert (
-        "+ evaluate.benchmarks.long.max_response_tokens=80 is above serve.max_model_len=256"
-        in finding.found
-    )
+    assert "long.max_response_tokens=80 is above serve.max_model_len=256" in finding.found
     assert "--set serve.max_model_len=" in finding.advice
 
 
@@ -189,10 +180,8 @@ def test_a_model_that_cannot_be_trained_is_refused(
     other = altered(model, tmp_path / "other", **config)
     if "auto_map" in config:
         (other / "own.py").write_text("raise SystemExit('ran')")
-    findings = [
-        finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"
-    ]
-    assert [said in finding.found for finding in findings] == [True]
+    [finding] = [one for one in found(recipe(tmp_path, other), FAIL) if one.check == "model"]
+    assert said in finding.found
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
@@ -219,9 +208,7 @@ def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path
 def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(
     tmp_path: Path, model: Path
 ) -> None:
-    """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never
-    gets a reward.
-    """
+    """A model that obeys the prompt would never get a reward."""
     train = write_training(tmp_path / "t.parquet", source="math_dapo")
     (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
     assert finding.found == "prompts of math_dapo ask for \\boxed{}, but math_dapo reads Answer:"
@@ -283,10 +270,7 @@ def test_shared_devices_count_once(
         return "; ".join(finding.found for finding in findings if finding.check == "devices")
 
     refused = said(FAIL, "separate")
-    assert (
-        "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but this machine has 2 visible"
-        in refused
-    )
+    assert "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but" in refused
     assert "let ranks and engines share (train.placement=colocated)" in refused
     assert said(OK, "colocated") == "2 of 2 cuda devices"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -317,13 +301,8 @@ def test_versions_that_form_no_known_set_are_a_warning(
 ) -> None:
     newest = versions.sets()["npu-newest"].packages
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: {**newest, "torch": "2.9.1"})
-    (finding,) = (
-        finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions"
-    )
-    assert (
-        finding.found
-        == "not a known set; of the nearest, npu-newest: torch 2.9.1 in place of 2.10.0"
-    )
+    [finding] = [one for one in found(recipe(tmp_path, model), WARN) if one.check == "versions"]
+    assert "npu-newest: torch 2.9.1 in place of 2.10.0" in finding.found
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: newest)
     assert "versions" not in {finding.check for finding in found(recipe(tmp_path, model), WARN)}
 
@@ -347,10 +326,7 @@ def test_a_ray_cluster_that_does_not_answer_is_found_before_the_training(
     config = recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"})
     for on_nodes in (False, True):
         [finding] = examine(config, on_nodes=on_nodes).failed
-        assert (
-            "the Ray cluster at train.ray_address=127.0.0.1:1 did not answer within 0.01 s"
-            in finding.found
-        )
+        assert "train.ray_address=127.0.0.1:1 did not answer within 0.01 s" in finding.found
 
 
 def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) -> None:
@@ -410,9 +386,7 @@ def test_a_custom_grader_is_tried_before_a_run(tmp_path: Path, model: Path) -> N
 def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 GiB, the processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray,
-    scorers).
-    """
+    """Of 2 GiB, the processes alone take more: rank, engine, trainer, Ray and scorers."""
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"
@@ -429,7 +403,6 @@ def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(
     tmp_path: Path, model: Path
 ) -> None:
     other = altered(model, tmp_path / "other", model_type="olmo2")
-    said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
-    assert [(one.status, "for model_type olmo2 (only for llama" in one.found) for one in said] == [
-        (WARN, True)
-    ]
+    [said] = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
+    assert said.status == WARN
+    assert "for model_type olmo2 (only for llama" in said.found
