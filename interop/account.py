@@ -6,16 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import interop.conversions
-import interop.conversions_algorithm
-import interop.conversions_loss
-import interop.conversions_mindspeed  # all register the conversions that the tables name
-from interop.foreign_config import ForeignConfig, Outcome, Setting, nested, outcome_of
+from interop import conversions, conversions_mindspeed
+from interop.foreign_config import (
+    ForeignConfig,
+    Outcome,
+    Setting,
+    default,
+    meaningless,
+    nested,
+    unsupported,
+)
 from interop.table import BLOCKING, NOT_SET, Fate, Row, Table, load
 
-__all__ = ["Account", "Entry", "Setting", "account_of", "interop"]
-
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_CONVERSIONS = {"verl": vars(conversions), "mindspeed-rl": vars(conversions_mindspeed)}
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def account_of(
     trainer or version.
     """
     table = load(trainer)
-    flat = list(_flat(settings, table))
+    flat = list(split_sections(settings, table))
     version = _version_of(flat, table) if version is None else table.require_version(version)
     rows = [table.resolve(setting.key, version) for setting in flat]
     names = [_name(setting, row) for setting, row in zip(flat, rows, strict=True)]
@@ -103,13 +107,51 @@ def account_of(
     return Account(trainer, version, tuple(entries), tuple(implied))
 
 
-def _flat(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
+def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome:
+    """Convert a value of a row's key; for a family, the key determines ours."""
+    if config.version in row.ignored:
+        return Outcome("ignored-by-trainer", {}, row.reason)
+    if row.is_family and (value is None or value == {}) and key == row.key.removesuffix(".*"):
+        return default("empty")
+    if row.when is not None and not config[row.when]:
+        return meaningless(f"{row.when} is off")
+    if row.convert is not None:
+        return _converted(row, value, config)
+    if value is None and None not in row.values and row.ours:
+        return default("unset")
+    if row.values and value not in list(row.values):
+        known = ", ".join(str(each) for each in row.values)
+        return unsupported(f"known are {known}. {row.reason}".strip())
+    if row.only is not None and value not in row.only:
+        return unsupported(row.reason)
+    if not row.ours:
+        return Outcome(row.fate, {}, row.reason)
+    value = row.values[value] if row.values else value
+    if row.is_family:
+        below = key.removeprefix(row.key.removesuffix("*"))
+        return Outcome(
+            "taken", {name.removesuffix("*") + below: value for name in row.ours}, row.change
+        )
+    return Outcome("taken", dict.fromkeys(row.ours, value), row.change)
+
+
+def _converted(row: Row, value: Any, config: ForeignConfig) -> Outcome:
+    try:
+        found = _CONVERSIONS[config.table.trainer][row.convert](value, config)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        return unsupported(f"cannot be converted with the keys it depends on: {error}")
+    if not isinstance(found, Outcome):
+        found = Outcome("taken", dict.fromkeys(row.ours, found))
+    return found if found.note or found.fate != "taken" else replace(found, note=row.change)
+
+
+def split_sections(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
     """Yield one setting per key; a section set as a whole is split into its keys."""
     for key, value, origin in settings:
         row = table.find(key)
         if isinstance(value, dict) and value and (row is None or row.is_family):
             below = [Setting(f"{key}.{name}", child, origin) for name, child in value.items()]
-            yield from _flat(below, table)
+            yield from split_sections(below, table)
         else:
             yield Setting(key, value, origin)
 
@@ -278,7 +320,7 @@ def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
 
 def _implied(config: ForeignConfig) -> Iterator[Entry]:
     for row in config.table.rows:
-        value = row.default(config.version)
+        value = row.defaults.get(config.version, NOT_SET)
         if (
             value is NOT_SET
             or not (row.ours and row.names(config.version))

@@ -1,110 +1,133 @@
-"""Unit conversions between verl's keys and ours, both ways; `convert` in the tables names them.
+"""Conversions from verl's keys to ours where a map of values is not enough; `convert` in the table
+names them.
 
-A `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our
-keys by name; without an inverse, the row's single key of ours has the same value.
+A function gets one value and all settings. It returns the value for the row's keys, or an Outcome.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from interop.foreign_config import (
-    TO_FOREIGN,
     ForeignConfig,
     Outcome,
-    from_foreign,
+    default,
+    meaningless,
     taken,
-    to_foreign,
+    unsupported,
 )
-from interop.table import NOT_SET
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
-
-Ours = Mapping[str, Any]
-
-
-def unsupported(note: str) -> Outcome:
-    """Return an outcome that stops an import."""
-    return Outcome("unsupported", {}, note)
+_FOLDERS = ("models", "model", "checkpoints", "ckpts", "ckpt", "weights", "pretrained", "data")
+_FOLDERS += ("outputs", "output")  # first parts of paths that look like ORGANIZATION/MODEL
 
 
-def _register_sets(name: str, ours_key: str) -> None:
-    @from_foreign(name)
-    def _sets(value: Any, config: ForeignConfig) -> Outcome:
-        return Outcome("taken", {ours_key: value if isinstance(value, list) else [value]})
-
-    @to_foreign(name)
-    def _their_sets(ours: Ours) -> Any:
-        return [ours[ours_key]] if isinstance(ours[ours_key], str) else list(ours[ours_key])
+def at_least_0(value: Any, config: ForeignConfig) -> int:
+    return max(int(value), 0)
 
 
-_register_sets("sets", "data.train")
-_register_sets("eval_sets", "data.eval")
+def as_list(value: Any, config: ForeignConfig) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-_FOLDERS = (
-    "models",
-    "model",
-    "checkpoints",
-    "ckpts",
-    "ckpt",
-    "weights",
-    "pretrained",
-    "data",
-    "outputs",
-    "output",
-)
+def betas(value: Any, config: ForeignConfig) -> Outcome:
+    first, second = value
+    return taken(train__adam_beta1=float(first), train__adam_beta2=float(second))
 
 
-@from_foreign("model")
-def _model(value: Any, config: ForeignConfig) -> Outcome:
+def bucket(value: Any, config: ForeignConfig) -> int:
+    return int(value) * 1024**2
+
+
+def top_k(value: Any, config: ForeignConfig) -> int:
+    return int(value) if int(value) > 0 else -1
+
+
+def gen_batch(value: Any, config: ForeignConfig) -> int:
+    return int(config["data.train_batch_size"] if value is None else value)
+
+
+def all_if_negative(value: Any, config: ForeignConfig) -> Any:
+    return int(value) if value is not None and int(value) > 0 else default("all prompts")
+
+
+def model(value: Any, config: ForeignConfig) -> Outcome:
     is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
     if is_name is not None and is_name[1].lower() not in _FOLDERS and not Path(value).exists():
         return taken(model__source="huggingface", model__id=value)
     return taken(model__source="path", model__path=value)
 
 
-@from_foreign("every")
-def _every(value: Any, config: ForeignConfig) -> Outcome:
-    return taken(validation__every=max(int(value), 0))
+# Validation, checkpoints and trackers
 
 
-@from_foreign("num_logged")
-def _num_logged(value: Any, config: ForeignConfig) -> Outcome:
-    return taken(validation__num_logged=max(int(value), 0))
-
-
-@from_foreign("before_training")
-def _before_training(value: Any, config: ForeignConfig) -> Outcome:
+def before_training(value: Any, config: ForeignConfig) -> Any:
     if value and config["trainer.test_freq"] <= 0:
-        return Outcome(
-            "other-stage", {}, "the chain evaluates the model before training in a separate stage"
+        note = "the chain evaluates the model before training in a separate stage"
+        return Outcome("other-stage", {}, note)
+    return bool(value)
+
+
+def save_every(value: Any, config: ForeignConfig) -> Any:
+    return (
+        int(value)
+        if int(value) > 0
+        else default(
+            "never saves there; here checkpoint.save_every applies, since resume and merge need "
+            "checkpoints"
         )
-    return taken(validation__before_training=bool(value))
-
-
-@from_foreign("save_every")
-def _save_every(value: Any, config: ForeignConfig) -> Outcome:
-    if int(value) > 0:
-        return taken(checkpoint__save_every=int(value))
-    return Outcome(
-        "default",
-        {},
-        "never saves there; here checkpoint.save_every applies, since resume and merge need "
-        "checkpoints",
     )
 
 
-@from_foreign("kept")
-def _kept(value: Any, config: ForeignConfig) -> Outcome:
+def kept(value: Any, config: ForeignConfig) -> Any:
     if value is None or int(value) <= 0:
-        return Outcome("default", {}, "keeps all there; here the newest checkpoint.keep_last")
-    return taken(checkpoint__keep_last=int(value))
+        return default("keeps all there; here the newest checkpoint.keep_last")
+    return int(value)
+
+
+def resume(value: Any, config: ForeignConfig) -> Any:
+    if value == "resume_path":
+        return str(config["trainer.resume_from_path"])
+    known = {"auto": "auto", "disable": "never"}
+    return known.get(value) or unsupported("known are auto, disable and resume_path")
+
+
+def resume_path(value: Any, config: ForeignConfig) -> Any:
+    if value is None or config["trainer.resume_mode"] != "resume_path":
+        return meaningless("trainer.resume_mode applies")
+    return str(value)
+
+
+def trackers(value: Any, config: ForeignConfig) -> Any:
+    names = as_list(value, config)
+    unknown = [str(name) for name in names if name not in (*TRACKERS, "console", "file")]
+    if unknown:
+        return unsupported(f"train.trackers takes {', '.join(TRACKERS)}, not {', '.join(unknown)}")
+    return [name for name in names if name in TRACKERS]
+
+
+def _of_validation(greedy: Any) -> Callable[[Any, ForeignConfig], Any]:
+    def convert(value: Any, config: ForeignConfig) -> Any:
+        return value if config[f"{ROLLOUT}.val_kwargs.do_sample"] else greedy
+
+    return convert
+
+
+val_temperature, val_top_p = _of_validation(0.0), _of_validation(1.0)
+val_top_k, val_n = _of_validation(-1), _of_validation(1)
+
+
+def val_do_sample(value: Any, config: ForeignConfig) -> Any:
+    return default("validation samples if validation.temperature is above 0") if value else 0.0
+
+
+# Devices
 
 
 def num_devices(config: ForeignConfig) -> int:
@@ -112,9 +135,14 @@ def num_devices(config: ForeignConfig) -> int:
     return int(config["trainer.n_gpus_per_node"]) * int(config["trainer.nnodes"])
 
 
-@from_foreign("devices")
-def _devices(value: Any, config: ForeignConfig) -> Outcome:
-    num, per_engine = num_devices(config), _devices_of_engine(config)
+def devices(value: Any, config: ForeignConfig) -> Outcome:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tensor, pipeline = (int(config[f"{ROLLOUT}.{name}"] or 1) for name in names)
+    return shared_devices(num_devices(config), tensor * pipeline)
+
+
+def shared_devices(num: int, per_engine: int, **others: str) -> Outcome:
+    """Return the outcome for `num` devices that ranks and engines share."""
     if num % per_engine:
         return unsupported(f"{num} devices cannot be split into engines of {per_engine}")
     return taken(
@@ -122,35 +150,25 @@ def _devices(value: Any, config: ForeignConfig) -> Outcome:
         train__num_ranks=num,
         train__placement="colocated",
         rollout__num_workers=num // per_engine,
+        **others,
     )
 
 
-def _devices_of_engine(config: ForeignConfig) -> int:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    tensor, pipeline = (int(config[f"{ROLLOUT}.{name}"] or 1) for name in names)
-    return tensor * pipeline
+def fsdp_size(value: Any, config: ForeignConfig) -> Any:
+    if value is None or int(value) <= 0 or int(value) >= num_devices(config):
+        return default("the weights are sharded over all ranks")
+    return int(value)
 
 
-@from_foreign("too_long")
-def _too_long(value: Any, config: ForeignConfig) -> Outcome:
-    if config["data.filter_overlong_prompts"]:
-        return taken("overlong prompts are filtered out first", data__too_long="drop")
-    known = {"error": "error", "left": "truncate_left"}
-    if value not in known:
-        return unsupported("data.too_long takes error, truncate_left and drop")
-    return taken(data__too_long=known[value])
+def expert_parallel(value: Any, config: ForeignConfig) -> Any:
+    of_engine = int(config[f"{ROLLOUT}.tensor_model_parallel_size"])
+    if int(value) not in (1, of_engine):
+        note = f"experts are split over all {of_engine} devices of an engine, or not at all"
+        return unsupported(note)
+    return int(value) > 1
 
 
-@from_foreign("drop_too_long")
-def _drop_too_long(value: Any, config: ForeignConfig) -> Outcome:
-    if value:
-        return taken(data__too_long="drop")
-    if config["data.truncation"] == "left":
-        return taken(
-            "overlong prompts are truncated, as data.truncation says",
-            data__too_long="truncate_left",
-        )
-    return Outcome("default", {}, "data.truncation applies")
+# Batches and steps
 
 
 def updates_per_step(config: ForeignConfig) -> int:
@@ -159,18 +177,15 @@ def updates_per_step(config: ForeignConfig) -> int:
     return math.ceil(batch / mini) * int(config[f"{ACTOR}.ppo_epochs"] or 1)
 
 
-def _first_of_warmup(config: ForeignConfig) -> int:
-    """Return the smallest lr_warmup_steps that takes precedence over the ratio: 0 before verl 0.8,
-    then 1.
-    """
-    versions = config.table.versions
-    return int("0.8.0" in versions and versions.index(config.version) >= versions.index("0.8.0"))
+def _is_warmup_of_steps(config: ForeignConfig) -> bool:
+    """True if lr_warmup_steps takes precedence over the ratio: from 0 in 0.7.0, then from 1."""
+    steps = config[f"{ACTOR}.optim.lr_warmup_steps"]
+    return steps is not None and int(steps) >= int(config.version != "0.7.0")
 
 
-@from_foreign("warmup_steps")
-def _warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
-    if value is None or int(value) < _first_of_warmup(config):
-        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
+def warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
+    if not _is_warmup_of_steps(config):
+        return default(f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
     updates = updates_per_step(config)
     return taken(
         f"{value} training steps x {updates} optimizer steps each",
@@ -178,36 +193,23 @@ def _warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
     )
 
 
-@to_foreign("warmup_steps")
-def _their_warmup_steps(ours: Ours) -> Any:
-    updates = ours["train.train_prompts"] // ours["train.mini_prompts"] * ours["train.passes"]
-    return (
-        ours["train.warmup_steps"] // updates
-        if ours["train.warmup_steps"] % updates == 0
-        else NOT_SET
-    )
-
-
-@from_foreign("warmup_ratio", is_one_way=True)
-def _warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
-    steps = config[f"{ACTOR}.optim.lr_warmup_steps"]
-    if steps is not None and int(steps) >= _first_of_warmup(config):
-        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps applies")
-    total = total_steps(config)
+def warmup_ratio(value: Any, config: ForeignConfig) -> Any:
+    if _is_warmup_of_steps(config):
+        return meaningless(f"{ACTOR}.optim.lr_warmup_steps applies")
     if not value:
-        return taken(train__warmup_steps=0)
-    if total is None:
+        return 0
+    if (total := _total_steps(config)) is None:
         return unsupported(
             "a fraction of an unknown number of steps; set trainer.total_training_steps"
         )
-    steps = int(value * total)
+    updates = updates_per_step(config)
     return taken(
-        f"{value} of {total} training steps x {updates_per_step(config)} optimizer steps each",
-        train__warmup_steps=steps * updates_per_step(config),
+        f"{value} of {total} training steps x {updates} optimizer steps each",
+        train__warmup_steps=int(value * total) * updates,
     )
 
 
-def total_steps(config: ForeignConfig) -> int | None:
+def _total_steps(config: ForeignConfig) -> int | None:
     """Return the number of training steps, None if it depends on an unknown number of training
     rows.
     """
@@ -220,75 +222,47 @@ def total_steps(config: ForeignConfig) -> int | None:
     return of_epochs if steps is None else min(int(steps), of_epochs)
 
 
-@from_foreign("total_steps")
-def _total_steps(value: Any, config: ForeignConfig) -> Outcome:
+def total_steps(value: Any, config: ForeignConfig) -> Any:
     if value is None:
-        return Outcome("default", {}, "trainer.total_epochs applies")
-    if (steps := total_steps(config)) is None or steps == int(value):
-        return taken(train__total_steps=int(value))
+        return default("trainer.total_epochs applies")
+    if (steps := _total_steps(config)) is None or steps == int(value):
+        return int(value)
     return _of_epochs(config["trainer.total_epochs"], steps, config)
 
 
-@from_foreign("epochs", is_one_way=True)
-def _epochs(value: Any, config: ForeignConfig) -> Outcome:
+def epochs(value: Any, config: ForeignConfig) -> Outcome:
     if config["trainer.total_training_steps"] is not None:
-        return Outcome(
-            "meaningless", {}, "trainer.total_training_steps applies, unless the epochs end first"
-        )
-    if (steps := total_steps(config)) is None:
+        return meaningless("trainer.total_training_steps applies, unless the epochs end first")
+    if (steps := _total_steps(config)) is None:
         return unsupported(
             f"the steps in {value} epochs depend on the rows of data.train_files, which are "
-            "unknown: set "
-            "trainer.total_training_steps, or give the row count (--set-env num_train_rows=N)"
+            "unknown: set trainer.total_training_steps, or give the row count "
+            "(--set-env num_train_rows=N)"
         )
     return _of_epochs(value, steps, config)
 
 
-def _of_epochs(epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
-    rows = f"{epochs} epochs of {config.facts['num_train_rows']} rows in full batches"
-    return (
-        taken(rows, train__total_steps=steps)
-        if steps > 0
-        else unsupported(f"{rows} make no training step")
-    )
+def _of_epochs(num_epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
+    rows = f"{num_epochs} epochs of {config.facts['num_train_rows']} rows in full batches"
+    if steps <= 0:
+        return unsupported(f"{rows} make no training step")
+    return taken(rows, train__total_steps=steps)
 
 
-@from_foreign("micro_batch_tokens")
-def _micro_batch_tokens(value: Any, config: ForeignConfig) -> Outcome:
-    if not config[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome(
-            "meaningless",
-            {},
-            f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu applies",
-        )
-    return taken(train__micro_batch_tokens=int(value))
-
-
-def longest_sequence(config: ForeignConfig) -> int:
-    """Return the maximum tokens of a prompt with its response."""
-    return int(config["data.max_prompt_length"]) + int(config["data.max_response_length"])
-
-
-@from_foreign("micro_batch_of_all", is_one_way=True)
-def _micro_batch_of_all(value: Any, config: ForeignConfig) -> Outcome:
+def micro_batch_of_all(value: Any, config: ForeignConfig) -> Any:
     if value is None:
-        return Outcome("default", {}, "unset")
+        return default("unset")
     ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
-    return _micro_batch_responses(int(value) * ranks // num_devices(config), config)
+    return micro_batch_responses(int(value) * ranks // num_devices(config), config)
 
 
-@from_foreign("micro_batch_responses", is_one_way=True)
-def _micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
+def micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
-        return Outcome("default", {}, "unset")
+        return default("unset")
     if config[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome(
-            "meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies"
-        )
-    longest, ranks = (
-        longest_sequence(config),
-        int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1),
-    )
+        return meaningless(f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
+    longest = int(config["data.max_prompt_length"]) + int(config["data.max_response_length"])
+    ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
     return taken(
         f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each "
         "sequence",
@@ -296,89 +270,168 @@ def _micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
     )
 
 
-@from_foreign("fsdp_size")
-def _fsdp_size(value: Any, config: ForeignConfig) -> Outcome:
-    if value is None or int(value) <= 0 or int(value) >= num_devices(config):
-        return Outcome("default", {}, "the weights are sharded over all ranks")
-    return taken(train__fsdp_size=int(value))
+def drop_too_long(value: Any, config: ForeignConfig) -> Any:
+    if value:
+        return "drop"
+    if config["data.truncation"] == "left":
+        note = "overlong prompts are truncated, as data.truncation says"
+        return taken(note, data__too_long="truncate_left")
+    return default("data.truncation applies")
 
 
-@from_foreign("bucket")
-def _bucket(value: Any, config: ForeignConfig) -> Outcome:
-    return taken(train__weight_bucket_bytes=int(value) * 1024**2)
+# Algorithm and reward
 
 
-@from_foreign("compute_dtype")
-def _compute_dtype(value: Any, config: ForeignConfig) -> Outcome:
-    known = {"bfloat16": "auto", "bf16": "auto", "float32": "float32", "fp32": "float32"}
-    return (
-        taken(train__dtype=known[value])
-        if value in known
-        else unsupported("float16 needs loss scaling")
-    )
+def kl_in_loss(value: Any, config: ForeignConfig) -> str:
+    return "loss" if value else "reward" if config["algorithm.use_kl_in_reward"] else "off"
 
 
-@from_foreign("expert_parallel")
-def _expert_parallel(value: Any, config: ForeignConfig) -> Outcome:
-    devices = int(config[f"{ROLLOUT}.tensor_model_parallel_size"])
-    if int(value) not in (1, devices):
-        return unsupported(
-            f"experts are split over all {devices} devices of an engine, or not at all"
-        )
-    return taken(rollout__expert_parallel=int(value) > 1)
+def kl_in_reward(value: Any, config: ForeignConfig) -> str:
+    return "reward" if value else "loss" if config[f"{ACTOR}.use_kl_loss"] else "off"
 
 
-@from_foreign("trackers")
-def _trackers(value: Any, config: ForeignConfig) -> Outcome:
-    names = value if isinstance(value, list) else [value]
-    unknown = [str(name) for name in names if name not in (*TRACKERS, "console", "file")]
-    if unknown:
-        return unsupported(f"train.trackers takes {', '.join(TRACKERS)}, not {', '.join(unknown)}")
+def reference_path(value: Any, config: ForeignConfig) -> Any:
+    if value is None or kl_in_loss(config[f"{ACTOR}.use_kl_loss"], config) == "off":
+        return meaningless("without KL there is no reference")
+    return str(value)
+
+
+def normalize(value: Any, config: ForeignConfig) -> Any:
+    if config["algorithm.adv_estimator"] == "rloo":
+        note = "rloo does not divide by the standard deviation"
+        return taken(note, algorithm__normalize_by_std=False)
+    return bool(value)
+
+
+_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
+    if value in _AGGREGATIONS:
+        return taken(algorithm__loss_aggregation=value)
+    if value != "seq-mean-token-sum-norm":
+        known = ", ".join((*_AGGREGATIONS, "seq-mean-token-sum-norm"))
+        return unsupported(f"algorithm.loss_aggregation takes {known}")
+    constant = config[f"{ACTOR}.loss_scale_factor"] or config["data.max_response_length"]
     return taken(
-        "the console and metrics.jsonl always get every step",
-        train__trackers=[name for name in names if name in TRACKERS],
+        "divides by a constant: loss_scale_factor, else the maximum response length",
+        algorithm__loss_aggregation=value,
+        algorithm__loss_norm_tokens=int(constant),
     )
 
 
-@from_foreign("resume")
-def _resume(value: Any, config: ForeignConfig) -> Outcome:
-    if value == "resume_path":
-        return taken(checkpoint__resume=str(config["trainer.resume_from_path"]))
-    known = {"auto": "auto", "disable": "never"}
-    return (
-        taken(checkpoint__resume=known[value])
-        if value in known
-        else unsupported("known are auto, disable and resume_path")
-    )
+def loss_norm(value: Any, config: ForeignConfig) -> Any:
+    if value is None or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+        return meaningless(f"{ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm")
+    return int(value)
 
 
-@from_foreign("resume_path")
-def _resume_path(value: Any, config: ForeignConfig) -> Outcome:
-    if value is None or config["trainer.resume_mode"] != "resume_path":
-        return Outcome("meaningless", {}, "trainer.resume_mode applies")
-    return taken(checkpoint__resume=str(value))
+def min_ratio(value: Any, config: ForeignConfig) -> Any:
+    if not value or config[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
+        return meaningless("it is 0, or the schedule is constant")
+    return float(value)
 
 
-TO_FOREIGN.update(
-    {
-        "model": lambda ours: ours["model.id"] or ours["model.path"] or NOT_SET,
-        "every": lambda ours: ours["validation.every"] or -1,
-        "too_long": lambda ours: {"error": "error", "truncate_left": "left", "drop": "error"}[
-            ours["data.too_long"]
-        ],
-        "drop_too_long": lambda ours: ours["data.too_long"] == "drop",
-        "fsdp_size": lambda ours: ours["train.fsdp_size"] or -1,
-        "bucket": lambda ours: -(-ours["train.weight_bucket_bytes"] // 1024**2),
-        "compute_dtype": lambda ours: "float32" if ours["train.dtype"] == "float32" else "bfloat16",
-        "expert_parallel": lambda ours: (
-            ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
-        ),
-        "trackers": lambda ours: ["console", *ours["train.trackers"]],
-        "resume": lambda ours: {"auto": "auto", "never": "disable"}.get(
-            ours["checkpoint.resume"], "resume_path"
-        ),
-        "resume_path": lambda ours: (
-            NOT_SET if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
-        ),
-    }
-)
+def filter_draws(value: Any, config: ForeignConfig) -> Any:
+    if int(value) > 0:
+        return int(value)
+    note = "no limit; a step ends after an epoch of groups without signal"
+    return taken(note, sampler__max_num_gen_batches=0)
+
+
+def overlong(value: Any, config: ForeignConfig) -> Any:
+    if value and config["reward.reward_manager.name"] != "dapo":
+        return meaningless("only read by reward_manager=dapo")
+    return bool(value)
+
+
+def custom_name(value: Any, config: ForeignConfig) -> Any:
+    if value is None or config["reward.custom_reward_function.path"] is None:
+        return meaningless("custom_reward_function.path is not set")
+    return str(value)
+
+
+# Rollout correction
+
+_MASKS = {"token_k1": "token", "seq_sum_k1": "product", "seq_mean_k1": "sequence"}
+_MASKS_OF_0_7 = {"token": "token", "sequence": "product", "geometric": "sequence"}
+_DIVERGENCES = {f"token_{k}": f"token-{k}" for k in ("k2", "k3")} | {
+    f"seq_{how}_{k}": f"{how}-{k}" for how in ("sum", "mean", "max") for k in ("k2", "k3")
+}
+
+
+def _correction(**ours: Any) -> Outcome:
+    return Outcome("taken", {f"{CORRECTION}.{name}": value for name, value in ours.items()})
+
+
+def _without_importance(config: ForeignConfig) -> Outcome | None:
+    """Return why verl does not weight the loss; None if it does."""
+    if config[f"{CORRECTION}.rollout_is"] is None:
+        return meaningless(f"{CORRECTION}.rollout_is is off")
+    if not config[f"{CORRECTION}.bypass_mode"]:
+        return None
+    note = f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is "
+    return Outcome("ignored-by-trainer", {}, f"{note}the weight")
+
+
+def importance(value: Any, config: ForeignConfig) -> Any:
+    if value is None:
+        return default(
+            "off there; here the default weights only tokens sampled by older policy versions"
+        )
+    if value not in ("token", "sequence"):
+        return unsupported(f"{CORRECTION}.importance takes token and sequence")
+    return _without_importance(config) or value
+
+
+def importance_threshold(value: Any, config: ForeignConfig) -> Outcome:
+    low, _, high = str(value).rpartition("_")
+    lowest = {"importance_min": float(low)} if low else {}
+    return _without_importance(config) or _correction(**lowest, importance_max=float(high))
+
+
+def importance_normalize(value: Any, config: ForeignConfig) -> Any:
+    return _without_importance(config) or bool(value)
+
+
+def rejection(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None:
+        return _correction(mask="off", divergence="off")
+    ours: dict[str, str] = {}
+    masks = {**_MASKS, **_MASKS_OF_0_7}
+    for name in str(value).replace(" ", "").split(","):
+        if name in _DIVERGENCES and "divergence" not in ours:
+            ours["divergence"] = _DIVERGENCES[name]
+        elif name in masks and "mask" not in ours:
+            ours["mask"] = masks[name]
+        else:
+            return unsupported(f"{name}: only one ratio bound and one k2 or k3 bound are supported")
+    return _correction(**ours)
+
+
+def rejection_threshold(value: Any, config: ForeignConfig) -> Outcome:
+    names = str(config[f"{CORRECTION}.rollout_rs"]).replace(" ", "").split(",")
+    if names == ["None"]:
+        return meaningless(f"{CORRECTION}.rollout_rs is off")
+    if names[0] in _MASKS_OF_0_7:
+        high = float(config[f"{CORRECTION}.rollout_is_threshold"] if value is None else value)
+        low = config[f"{CORRECTION}.rollout_rs_threshold_lower"]
+        return _correction(mask_low=1 / high if low is None else float(low), mask_high=high)
+    bounds = str(value).replace(" ", "").split(",")
+    if len(bounds) not in (1, len(names)):
+        return unsupported(f"{len(bounds)} thresholds for {len(names)} rejections")
+    ours: dict[str, float] = {}
+    for name, bound in zip(names, bounds * (len(names) // len(bounds)), strict=True):
+        first, _, last = bound.rpartition("_")
+        if name in _DIVERGENCES:
+            ours["divergence_max"] = float(last)
+        else:
+            low = float(first) if first else 1 / float(last)
+            ours |= {"mask_low": 1 / float(last), "mask_high": 1 / low}
+    return _correction(**ours)
+
+
+def rejection_lower(value: Any, config: ForeignConfig) -> Any:
+    if value is None or config[f"{CORRECTION}.rollout_rs"] is None:
+        return meaningless(f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper")
+    return _correction(mask_low=float(value))

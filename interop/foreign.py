@@ -6,55 +6,35 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import interop.account  # noqa: F401  registers the conversions that the tables name
-from interop.foreign_config import ForeignConfig, Outcome, foreign_value, outcome_of
-from interop.table import NOT_SET, TRAINERS, Row, Table, load
+from interop.account import outcome_of, split_sections
+from interop.foreign_config import ForeignConfig, Setting
+from interop.table import TRAINERS, Row, Table, load
 
-_TITLES = {"mindspeed-rl": "MindSpeed-RL", "mindspeed-mm": "MindSpeed-MM"}
-_NEED_BOTH = {
-    "trainer.n_gpus_per_node": "trainer.nnodes",
-    "trainer.nnodes": "trainer.n_gpus_per_node",
-}
+_TITLES = {"mindspeed-rl": "MindSpeed-RL"}
 
 
-def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
+def instead_of(typed: Mapping[str, Any]) -> dict[str, str]:
     """Return, for each key of verl or MindSpeed, what to write instead; other keys are left out.
 
-    `typed` holds unknown keys with their values, possibly whole sections. `ours` holds the values
-    of our keys, which conversions need: 10 training steps of warmup become 10 x train_prompts /
-    mini_prompts optimizer steps.
+    `typed` holds unknown keys with their values, possibly whole sections.
     """
+    settings = [Setting(name, value, "") for name, value in typed.items()]
     found: dict[str, str] = {}
     for trainer in TRAINERS:
         table = load(trainer)
-        flat = {name: value for name, value in _flat(typed, table).items() if name not in found}
-        rows = {name: row for name in flat if (row := _row(table, name)) is not None}
-        if not rows:
-            continue
-        given = {row.key: flat[name] for name, row in rows.items()}
-        devices = {"trainer.n_gpus_per_node": ours.get("train.num_ranks"), "trainer.nnodes": 1}
-        known = [
-            devices | _their_values(table, ours, with_constants=each) | given
-            for each in (False, True)
-        ]
-        for name, row in rows.items():
-            is_alone = row.key in _NEED_BOTH and _NEED_BOTH[row.key] not in given
-            here = f"here {_keys(row)}" if is_alone else _here(table, row, name, flat[name], known)
-            found[name] = f"unknown key {name} is {_TITLES.get(trainer, trainer)}'s; {here}"
+        for name, value, _ in split_sections(settings, table):
+            if name not in found and (row := _row(table, name)) is not None:
+                here = _here(table, row, name, value)
+                found[name] = f"unknown key {name} is {_TITLES.get(trainer, trainer)}'s; {here}"
     return found
 
 
 def key_of(name: str) -> str | None:
     """Return a sentence on our equivalent of another trainer's key; None for an unknown key."""
     for trainer in TRAINERS:
-        row = _row(load(trainer), name)
-        if row is not None:
-            whose = _TITLES.get(trainer, trainer)
-            return (
-                f"{name} is {whose}'s; here {_keys(row)}"
-                if row.ours
-                else f"{name} is {whose}'s: {row.reason}"
-            )
+        if (row := _row(load(trainer), name)) is not None:
+            whose = f"{name} is {_TITLES.get(trainer, trainer)}'s"
+            return f"{whose}; here {_keys(row)}" if row.ours else f"{whose}: {row.reason}"
     return None
 
 
@@ -63,53 +43,16 @@ def _row(table: Table, name: str) -> Row | None:
     return None if row is not None and row.key.startswith("*") else row
 
 
-def _flat(typed: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in typed.items():
-        row = table.find(f"{prefix}{name}")
-        if isinstance(value, Mapping) and value and (row is None or row.is_family):
-            flat |= _flat(value, table, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -> dict[str, Any]:
-    """Return their values for our keys, skipping unsound ones; optionally also the constants of the
-    table.
-    """
-    known = {}
-    for row in table.rows:
-        if row.export is not NOT_SET and not with_constants:
-            continue
-        try:
-            value = foreign_value(row, ours)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            continue
-        if value is not NOT_SET:
-            known[row.key] = value
-    return known
-
-
-def _here(table: Table, row: Row, name: str, value: Any, known: list[dict[str, Any]]) -> str:
-    held = table.versions_of(name.lstrip("+~"))
-    version = next((each for each in reversed(held) if each not in row.ignored), table.newest)
-    outcomes = [
-        outcome_of(row, name.lstrip("+~"), value, ForeignConfig(table, version, each))
-        for each in known
-    ]
-    outcome = next((each for each in outcomes if each.fate == "taken"), outcomes[0])
-    return _sentence(row, outcome)
-
-
-def _keys(row: Row) -> str:
-    return ": ".join(each for each in (", ".join(row.ours), row.change or row.reason) if each)
-
-
-def _sentence(row: Row, outcome: Outcome) -> str:
+def _here(table: Table, row: Row, name: str, value: Any) -> str:
+    """Return our keys, with the value where it does not depend on other keys of theirs."""
+    held = [each for each in table.versions_of(name.lstrip("+~")) if each not in row.ignored]
+    if row.ours and (row.convert or row.when or not held):
+        return f"here {_keys(row)}"
+    config = ForeignConfig(table, (held or table.versions)[-1], {})
+    outcome = outcome_of(row, name.lstrip("+~"), value, config)
     match outcome.fate:
         case "taken":
-            keys = ", ".join(f"{name}={_spelt(value)}" for name, value in outcome.ours.items())
+            keys = ", ".join(f"{ours}={_spelt(each)}" for ours, each in outcome.ours.items())
             return ": ".join(each for each in (f"here {keys}", outcome.note) if each)
         case "unsupported":
             return f"this value is not supported here: {outcome.note}"
@@ -120,6 +63,10 @@ def _sentence(row: Row, outcome: Outcome) -> str:
         case _:
             instead = f"; its key is {' or '.join(row.ours)}" if row.ours else ""
             return f"not needed here{instead}: {outcome.note}"
+
+
+def _keys(row: Row) -> str:
+    return ": ".join(each for each in (", ".join(row.ours), row.change or row.reason) if each)
 
 
 def _spelt(value: Any) -> str:

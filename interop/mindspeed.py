@@ -1,4 +1,4 @@
-"""Read MindSpeed-RL and MindSpeed-MM configurations, and their data preparation files, as settings."""
+"""Read MindSpeed-RL's configurations and data preparation files as settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from interop.foreign_config import Setting
 from interop.hydra import settings_of_yaml
-from interop.table import content_of
+from interop.table import load
 
 SECTIONS = (
     "megatron_training",
@@ -25,28 +25,9 @@ SECTIONS = (
     "msprobe_config",
 )
 PREPROCESS = "preprocess"  # our name for the section of a configs/datasets file, which has none
-_NAMES = (
-    "defaults",
-    "model",
-    "megatron_training.model",
-    "actor_config.model",
-    "vit_config.model",
-)  # of architectures
 _ARROW = re.compile(
     r"\s<-{2,}.*$", re.MULTILINE
 )  # the guides' remarks after values: <------- on by default
-
-
-def trainer_of(settings: list[Setting]) -> str:
-    """Tell the two trainers apart: MindSpeed-MM's configuration is multimodal or names a model's
-    JSON file.
-    """
-    for key, value, _ in settings:
-        if key.startswith("vit_config") or (key == "rl_config.is_multimodal" and value):
-            return "mindspeed-mm"
-        if key == "model" and isinstance(value, str):
-            return "mindspeed-mm"
-    return "mindspeed-rl"
 
 
 def is_mindspeed(text: str) -> bool:
@@ -125,65 +106,13 @@ def _model_files(settings: list[Setting]) -> Iterator[str]:
 
 
 @cache
-def key_list() -> dict[str, tuple[str, Any]]:
-    """Return {section.key: (type, default)} of MindSpeed's classes; Megatron's keys appear in every
-    section.
-    """
-    keys: dict[str, tuple[str, Any]] = {}
-    for entry in content_of("mindspeed_classes")["classes"]:
-        places = (
-            ("megatron_training", "actor_config", "vit_config")
-            if entry["section"] == "megatron"
-            else (entry["section"],)
-        )
-        keys |= {
-            f"{place}.{name}": (field[0], field[1])
-            for place in places
-            for name, field in entry["keys"].items()
-        }
-    return keys
-
-
-@cache
 def _home() -> dict[str, str]:
-    """Return {first part of a key: section} for keys that exist in one class only."""
+    """Return {first part of a key: section} for keys that exist in one section only."""
     homes: dict[str, set[str]] = {}
-    for key in key_list():
-        section, _, name = key.partition(".")
-        if section in ("megatron_training", "rl_config", "generate_config"):
+    for row in load("mindspeed-rl").rows:
+        section, _, name = row.key.partition(".")
+        if section == "actor_config":  # Megatron's keys, which may be in either section
+            section = "megatron_training"
+        if section in ("megatron_training", "rl_config", "generate_config") and name != "model":
             homes.setdefault(name.partition(".")[0], set()).add(section)
     return {name: min(sections) for name, sections in homes.items() if len(sections) == 1}
-
-
-def wrong_values(tree: Mapping[str, Any]) -> list[str]:
-    """List what MindSpeed's classes reject in a rendered configuration: unknown names, wrong types."""
-    wrong = []
-    for key, value in _leaves(tree):
-        known = key_list().get(key)
-        if key in _NAMES or key.startswith("model."):
-            continue
-        if known is None:
-            wrong.append(f"MindSpeed's classes have no key {key}")
-        elif value is not None and type(value) not in _TYPES[known[0]]:
-            wrong.append(f"{key}={value!r} is not of type {known[0]}")
-    return wrong
-
-
-_TYPES = {
-    "bool": (bool,),
-    "int": (int,),
-    "float": (float, int),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        is_leaf = key_list().get(key, ("", None))[0] == "dict" or not isinstance(value, Mapping)
-        if is_leaf:
-            yield key, value
-        else:
-            yield from _leaves(value, f"{key}.")

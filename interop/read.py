@@ -151,8 +151,7 @@ def trainer_of(settings: Iterable[Setting]) -> str:
         name: sum(load(name).find(setting.key) is not None for setting in settings)
         for name in TRAINERS
     }
-    most = max(TRAINERS, key=lambda name: known[name])
-    return most if most == "verl" else mindspeed.trainer_of(settings)
+    return max(TRAINERS, key=lambda name: known[name])
 
 
 def rows_of(settings: Iterable[Setting]) -> list[str]:

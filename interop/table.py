@@ -1,23 +1,25 @@
 """Tables of another trainer's keys: what each means here, and its name in each version.
 
 `interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`, each a title
-and rows. `like` names a table whose other rows apply too. Keys of one section in `aliases` may be
-in any of the others. `ignores_unknown` marks a trainer that silently ignores unknown keys. A row:
+and rows. A key of one section in `aliases` may be in any of the others. `ignores_unknown` marks a
+trainer that silently ignores unknown keys. A row:
 
-    key      newest name, or a list of keys; `a.b.*` is `a.b` and everything below it, any other * matches any text
-    in       versions that have the name: `0.6.0-0.7.0`, `0.8.0-`, several with commas; absent: all
+    key      newest name, or a list of keys; `a.b.*` is `a.b` and everything below it, any other *
+             matches any text
+    in       the version that has the name; absent: all
     addition versions that accept the name although their default configuration lacks it
-    old      other names, each with its versions
-    fate     taken when `ours` is set; else default, other-stage, meaningless, unsupported or ignored-by-trainer
+    old      other names, each with its version
+    fate     taken when `ours` is set; else default, other-stage, meaningless, unsupported or
+             ignored-by-trainer
     only     values for which the fate applies; others are unsupported
     ignored  versions in which the trainer never reads the key
+    when     their switch; while it is off, they do not read the key
     ours     our key, or a list of them
     values   map of their values to ours
-    convert  name of a conversion function, where `values` is not enough
-    default  their default value; or `{versions: value}`
+    convert  name of a function in interop/conversions, where `values` is not enough
+    default  their default value; or `{version: value}`
     change   a sentence on how the unit changes
     reason   why the fate is what it is
-    export   constant value to export, whatever our keys say
 """
 
 from __future__ import annotations
@@ -42,12 +44,8 @@ Fate = Literal[
     "misspelt",
     "contradicting",
 ]
-BLOCKING = (
-    "unsupported",
-    "misspelt",
-    "contradicting",
-)  # an import stops at these unless they are allowed
-TRAINERS = ("verl", "mindspeed-rl", "mindspeed-mm")
+BLOCKING = ("unsupported", "misspelt", "contradicting")  # stop an import unless allowed
+TRAINERS = ("verl", "mindspeed-rl")
 
 
 class _NotSet:
@@ -68,15 +66,15 @@ class Row:
     versions: frozenset[str]
     additions: frozenset[str]
     old: Mapping[str, frozenset[str]]
+    ignored: frozenset[str]
+    defaults: Mapping[str, Any]
     ours: tuple[str, ...] = ()
     values: Mapping[Any, Any] = field(default_factory=dict)
     only: tuple[Any, ...] | None = None
-    ignored: frozenset[str] = frozenset()
+    when: str | None = None
     convert: str | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     change: str = ""
     reason: str = ""
-    export: Any = NOT_SET
 
     @property
     def is_family(self) -> bool:
@@ -87,10 +85,6 @@ class Row:
         """Return the key's names in a version, newest first; without a version, all names."""
         own = [self.key] if version is None or version in self.versions | self.additions else []
         return own + [name for name, held in self.old.items() if version is None or version in held]
-
-    def default(self, version: str) -> Any:
-        """Return the trainer's default in a version; NOT_SET if the table does not have it."""
-        return self.defaults.get(version, NOT_SET)
 
 
 @dataclass(frozen=True)
@@ -108,27 +102,28 @@ class Table:
         return self.versions[-1]
 
     def require_version(self, version: str) -> str:
-        """Return the table's version to use for a version: itself, else the newest older one.
+        """Return the table's version to use: of the same minor version, or the newest for a newer
+        one.
 
-        Raises ForeignConfigError for one older than all, or for something that is not a version.
+        Raises ForeignConfigError for any other.
         """
+        number = _minor(version)
         if version in self.versions:
             return version
-        numbers = _numbers(version)
-        older = [each for each in self.versions if numbers and _numbers(each) <= numbers]
-        if not older:
-            raise ForeignConfigError(
-                f"{self.trainer} {version} is not supported; use one of {', '.join(self.versions)}"
-            )
-        return older[-1]
+        for known in self.versions if number else ():
+            if _minor(known) == number or (known == self.newest and number > _minor(known)):
+                return known
+        raise ForeignConfigError(
+            f"{self.trainer} {version} is not supported; use one of {', '.join(self.versions)}"
+        )
 
     def find(self, name: str, version: str | None = None) -> Row | None:
         """Return the row of a name in one or any version; exact names before families, longest
         family first.
         """
-        exact = [row for row in self._exact.get(name, ()) if name in row.names(version)]
-        if exact:
-            return exact[0]
+        for row in self._exact.get(name, ()):
+            if name in row.names(version):
+                return row
         for pattern, expression, row in self._families:
             if expression.fullmatch(name) and pattern in row.names(version):
                 return row
@@ -156,7 +151,9 @@ class Table:
         cannot hold text.
         """
         group = name.partition("@")[0]
-        is_section = isinstance(value, str) and group in self._sections
+        is_section = isinstance(value, str) and any(
+            known.startswith(f"{group}.") for known in self._exact
+        )
         return group if group != name or "/" in group or is_section else None
 
     def nearest(self, name: str) -> str | None:
@@ -166,8 +163,7 @@ class Table:
         leaf = name.rpartition(".")[2]
         same_leaf = [known for known in self._exact if known.rpartition(".")[2] == leaf]
         for candidates, cutoff in ((same_leaf, 0.6), (list(self._exact), 0.8)):
-            close = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
-            if close:
+            if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
                 return close[0]
         return None
 
@@ -181,57 +177,29 @@ class Table:
         return rows
 
     @functools.cached_property
-    def _sections(self) -> frozenset[str]:
-        parts = (known.split(".") for known in self._exact)
-        return frozenset(
-            ".".join(names[:depth]) for names in parts for depth in range(1, len(names))
-        )
-
-    @functools.cached_property
     def _families(self) -> list[tuple[str, re.Pattern[str], Row]]:
-        found = [
-            (name, _expression(name), row)
-            for row in self.rows
-            for name in row.names()
-            if "*" in name
-        ]
+        named = [(name, row) for row in self.rows for name in row.names() if "*" in name]
+        found = [(name, _expression(name), row) for name, row in named]
         return sorted(found, key=lambda each: -len(each[0].replace("*", "")))
 
 
 @functools.cache
 def load(trainer: str) -> Table:
-    """Return the table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for
-    any other.
-    """
-    if trainer not in TRAINERS:
-        raise ForeignConfigError(f"unknown trainer {trainer}; known are {', '.join(TRAINERS)}")
-    return read(content_of(trainer.replace("-", "_")))
-
-
-def content_of(name: str) -> dict[str, Any]:
-    """Load a table's YAML file, with the sections of its base table under `like`."""
+    """Return the table of `verl` or `mindspeed-rl`; raises ForeignConfigError for any other."""
     import yaml
 
-    file = Path(__file__).parent / "keys" / f"{name}.yaml"
+    if trainer not in TRAINERS:
+        raise ForeignConfigError(f"unknown trainer {trainer}; known are {', '.join(TRAINERS)}")
+    file = Path(__file__).parent / "keys" / f"{trainer.replace('-', '_')}.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    return (
-        {**content, "like": content_of(content["like"])["sections"]}
-        if "like" in content
-        else content
-    )
+    return read(yaml.load(file.read_text(encoding="utf-8"), Loader=loader))
 
 
 def read(content: Mapping[str, Any]) -> Table:
     """Build a table from a YAML file's content."""
-    versions, aliases = (
-        tuple(str(version) for version in content["versions"]),
-        content.get("aliases", ()),
-    )
-    rows = list(_rows(content["sections"], versions, aliases))
-    own = {row.key for row in rows}
-    rows += (row for row in _rows(content.get("like", ()), versions, aliases) if row.key not in own)
-    return Table(content["trainer"], versions, tuple(rows), content.get("ignores_unknown", False))
+    versions = tuple(str(version) for version in content["versions"])
+    rows = tuple(_rows(content["sections"], versions, content.get("aliases", ())))
+    return Table(content["trainer"], versions, rows, content.get("ignores_unknown", False))
 
 
 def _rows(
@@ -258,50 +226,33 @@ def _elsewhere(names: Mapping[str, Any], aliases: Sequence[str]) -> dict[str, An
 
 
 def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row:
-    ours = fields.get("ours", ())
-    ours = (ours,) if isinstance(ours, str) else tuple(ours)
-    addition = fields.get("addition")
-    only = fields.get("only")
+    def held(text: str) -> frozenset[str]:
+        return frozenset(versions) if text == "-" else frozenset({text} & {*versions})
+
+    def listed(name: str) -> tuple[Any, ...]:
+        value = fields.get(name, ())
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    default = fields.get("default", NOT_SET)
+    by_version = isinstance(default, dict) and bool(default) and default.keys() <= {*versions}
+    defaults = default if by_version else dict.fromkeys(versions, default)
     return Row(
         key=fields["key"],
         section=section,
         fate=fields.get("fate", "taken"),
-        versions=_range("-" if addition is None else "", versions, fields.get("in")),
-        additions=_range("", versions, addition),
-        old={name: _range("-", versions, held) for name, held in fields.get("old", {}).items()},
-        ours=ours,
-        values=fields.get("values", {}),
-        only=None if only is None else tuple(only if isinstance(only, list) else [only]),
-        ignored=_range("", versions, fields.get("ignored")),
-        convert=fields.get("convert"),
-        defaults=dict(_defaults(fields.get("default", NOT_SET), versions)),
-        change=fields.get("change", ""),
-        reason=fields.get("reason", ""),
-        export=fields.get("export", NOT_SET),
+        versions=held(fields.get("in", "" if "addition" in fields else "-")),
+        additions=held(fields.get("addition", "")),
+        old={name: held(version) for name, version in fields["old"].items()},
+        ignored=held(fields.get("ignored", "")),
+        defaults=defaults,
+        ours=listed("ours"),
+        only=listed("only") if "only" in fields else None,
+        **{
+            name: fields[name]
+            for name in ("values", "when", "convert", "change", "reason")
+            if name in fields
+        },
     )
-
-
-def _defaults(value: Any, versions: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    is_by_version = (
-        isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
-    )
-    by_range = value if is_by_version else {"-": value}
-    for held, of_range in by_range.items():
-        for version in _range("-", versions, held) if of_range is not NOT_SET else ():
-            yield version, of_range
-
-
-def _range(absent: str, versions: tuple[str, ...], text: Any) -> frozenset[str]:
-    """Expand `0.6.0-0.7.0, 0.9.1`, `0.8.0-`, or `-` for all versions."""
-    held: set[str] = set()
-    for part in str(absent if text is None else text).replace(" ", "").split(","):
-        first, dash, last = part.partition("-")
-        if not part:
-            continue
-        start = versions.index(first) if first else 0
-        stop = versions.index(last) if last else (len(versions) - 1 if dash else start)
-        held.update(versions[start : stop + 1])
-    return frozenset(held)
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
@@ -310,6 +261,6 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(text + r"(\..*)?" if below else text)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in match[1].split(".")) if match else ()
+def _minor(version: str) -> tuple[int, ...]:
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeGuard, get_args
 
 from pydantic import (
@@ -36,6 +37,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def instead_of(cls, unknown: Mapping[str, Any]) -> dict[str, str]:
+        """Return what to write instead of unknown keys that another trainer has, by key."""
+        return {}
 
     @model_validator(mode="before")
     @classmethod

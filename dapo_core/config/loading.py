@@ -140,7 +140,7 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     try:
         config = root.model_validate({**required, **_at_home(dict(tree))})
     except ValidationError as error:
-        problems += _explained(root, tree, error.errors())
+        problems += _explained(root, error.errors())
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -264,24 +264,14 @@ def placeholders(
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 
 
-def _explained(
-    root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]
-) -> list[str]:
-    """Return a sentence per problem; for another trainer's key, with ours and the value."""
+def _explained(root: type[Section], errors: Sequence[ErrorDetails]) -> list[str]:
+    """Return a sentence per problem. For keys of other trainers it names ours."""
     unknown = {
         _name(problem): problem["input"]
         for problem in errors
         if problem["type"] == "extra_forbidden"
     }
-    foreign: dict[str, str] = {}
-    if unknown:
-        from interop.foreign import instead_of
-
-        known = {
-            name: field.get_default(call_default_factory=True)
-            for name, field in known_fields(root).items()
-        }
-        foreign = instead_of(unknown, known | dict(_leaves(tree)))
+    foreign = root.instead_of(unknown) if unknown else {}
     sentences = []
     for problem in errors:
         name = _name(problem)
@@ -295,14 +285,6 @@ def _explained(
         else []
     )
     return list(dict.fromkeys(sentences)) + hint
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _name(problem: ErrorDetails) -> str:

@@ -1,4 +1,4 @@
-"""`dapo import-config` and `export-config`: convert other trainers' files to recipes and back."""
+"""`dapo import-config`: convert other trainers' files to recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flows.cli.options import ConfigArgument, JsonOption, SetOption
+from flows.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from interop.account import Account, Entry
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from interop.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-SCRIPT = "run.sh"
-
-
-Trainer = Literal["verl", "mindspeed-rl", "mindspeed-mm"]
 
 
 @app.command(
@@ -54,7 +50,7 @@ def import_config(
         typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable."),
     ] = None,
     backend: Annotated[
-        Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"],
+        Literal["own", "verl", "mindspeed-rl"],
         typer.Option(
             help="The trainer to use; another trainer keeps keys that our core does not have."
         ),
@@ -176,72 +172,3 @@ def _as_json(
         "blocking": [entry.setting.key for entry in blocking],
         "recipe": recipe.tree,
     }
-
-
-@app.command(
-    "export-config",
-    epilog="Example: dapo export-config configs/dapo_qwen3_32b_math.yaml --for verl --output verl/qwen3_32b",
-    short_help="Export a recipe as another trainer's script.",
-)
-def export_config(
-    config: ConfigArgument,
-    trainer: Annotated[Trainer, typer.Option("--for", help="Trainer to export for.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder for {SCRIPT} and its files; default: print the script."),
-    ] = None,
-    version: Annotated[
-        str | None,
-        typer.Option(
-            "--trainer-version", help="Trainer version, such as 0.6.1; default: the newest known."
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Model folder instead of model.path or model.id, such as one from fetch-model."
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Output of prepare-data; its rows are written next to the script."),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of nodes; default: 8 devices per node, 16 on Atlas A3."),
-    ] = None,
-    overrides: SetOption = None,
-) -> None:
-    """Export a recipe for another trainer: overrides, environment, reward file, and rows if given.
-
-    Keys that the trainer has no equivalent for are listed on standard error and in the script.
-    """
-    from flows.config import load_config
-    from interop.render.launch import script_of
-    from tasks.recipes.migration import launch_of, unsaid_keys, write_launch
-
-    settings = load_config(config, overrides or ())
-    folder = (output or Path(f"{config.stem}-{trainer}")).absolute()
-    launch = launch_of(trainer, settings, folder, version, model, nodes)
-    lost = unsaid_keys(config, overrides or (), launch)
-    comments = [f"{settings.run.name} of dapo-pipeline for {trainer}, not tested with it."]
-    if trainer != "verl":
-        comments.append(
-            "Run it in the trainer's checkout. Fill in the <...> placeholders in the YAML."
-        )
-    if lost:
-        comments.append(f"Keys without an equivalent: {', '.join(lost)}.")
-    if output is None:
-        comments += [f"--output writes {name}." for name in launch.files]
-    script = script_of(launch.argv, launch.env, comments)
-    if output is not None:
-        write_launch(launch, folder, {SCRIPT: script}, data)
-    if output is None:
-        typer.echo(script, nl=False)
-    else:
-        typer.echo(
-            f"wrote {folder / SCRIPT}"
-            + ("" if data else "; to include rows: --data FOLDER of dapo prepare-data")
-        )
-    if lost:
-        typer.secho(f"{trainer} has no equivalent for {', '.join(lost)}", err=True, fg="yellow")

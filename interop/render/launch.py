@@ -1,10 +1,10 @@
-"""How another trainer is started, as Hydra overrides and as a shell script."""
+"""How another trainer is started, and Hydra's form of overrides."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,6 @@ def spelt(value: Any) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)  # backslashes before a quote count twice
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{trailing * chr(92)}'"
-
-
-def script_of(argv: Sequence[str], env: Mapping[str, str], comments: Iterable[str] = ()) -> str:
-    """Return a bash script: comments, exports, and `python3` with the arguments, one override per
-    line.
-    """
-    head = [
-        "#!/usr/bin/env bash",
-        *(f"# {line}".rstrip() for line in comments),
-        "set -euo pipefail",
-    ]
-    exports = [f"export {name}={shell_value(value)}" for name, value in env.items()]
-    first = next(
-        (number for number, word in enumerate(argv) if "=" in word and not word.startswith("--")),
-        len(argv),
-    )
-    command = [shlex.join(["python3", *argv[:first]]), *map(shlex.quote, argv[first:])]
-    return "\n".join([*head, "", *exports, "", " \\\n  ".join([*command, '"$@"'])]) + "\n"
 
 
 def shell_value(value: str) -> str:

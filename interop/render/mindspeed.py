@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from interop import ForeignConfigError
-from interop.export import by_name, settings_for
-from interop.foreign_config import Setting, nested
-from interop.mindspeed import PREPROCESS, key_list, wrong_values
+from interop.foreign_config import Setting, by_name, nested
+from interop.mindspeed import PREPROCESS
+from interop.render.inverse import settings_for
 from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
 
@@ -31,6 +32,13 @@ _REQUIRED = {  # with an example value
         "megatron_training.data_path": "/data/geo3k",
     },
 }
+_NAMES = (
+    "defaults",
+    "model",
+    "megatron_training.model",
+    "actor_config.model",
+    "vit_config.model",
+)  # of architectures
 _DENSE = ("qwen2", "qwen3")
 _ENTRIES = {
     ("mindspeed-rl", "ray_dapo"): "cli/train_dapo.py",
@@ -88,15 +96,13 @@ sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
 '''
 
 
-def render(
-    tree: Mapping[str, Any], places: Places, version: str | None = None, trainer: str | None = None
-) -> Launch:
-    """Render the start of a trainer (default: train.backend) in its checkout for a resolved recipe.
+def render(tree: Mapping[str, Any], places: Places, version: str | None = None) -> Launch:
+    """Render the start of train.backend in its checkout for a resolved recipe.
 
     external.overrides (`section.key=value`) become part of its YAML. Raises ForeignConfigError for
     an unknown version, for unsupported keys, and for names and values that its classes reject.
     """
-    trainer = trainer or str(tree["train"]["backend"])
+    trainer = str(tree["train"]["backend"])
     ours = by_name(tree)
     if ours["train.device"] != "npu":
         raise ForeignConfigError(
@@ -107,15 +113,14 @@ def render(
     ]
     settings = [_typed(each) for each in (*settings, *_environment_settings(ours, trainer, places))]
     values = {setting.key: setting.value for setting in settings}
-    values |= dict(_overrides(ours, load(trainer)))
+    values |= dict(_overrides(ours, load("mindspeed-rl")))
     missing = {key: example for key, example in _REQUIRED[trainer].items() if key not in values}
-    if missing and tree["train"]["backend"] == trainer:
+    if missing:
         raise ForeignConfigError(
             f"{trainer} needs settings that have no key here (see its guide). Add to "
             "external.overrides, with "
             f"your own paths: {', '.join(f'{key}={example}' for key, example in missing.items())}"
         )
-    values |= {key: f"<{example}>" for key, example in missing.items()}  # placeholders to fill in
     values |= _resumed(values, places, ours["checkpoint.resume"])
     content = nested(values)
     architecture = content["megatron_training"].setdefault("model", _architecture_name(values))
@@ -157,7 +162,7 @@ def render(
 
 def _architecture_name(values: Mapping[str, Any]) -> str:
     """Return the name of MindSpeed-MM's JSON file for the model, else POLICY."""
-    return Path(values["model"].strip("<>")).stem if "model" in values else POLICY
+    return Path(values["model"]).stem if "model" in values else POLICY
 
 
 def _searchpath(ours: Mapping[str, Any]) -> str:
@@ -343,5 +348,60 @@ def _impossible(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    """Return the content as YAML; <...> is a placeholder to fill in."""
     return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120)
+
+
+@cache
+def key_list() -> dict[str, tuple[str, Any]]:
+    """Return {section.key: (type, default)} of MindSpeed's classes; Megatron's keys appear in every
+    section.
+    """
+    text = (Path(__file__).parent / "mindspeed_classes.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    keys: dict[str, tuple[str, Any]] = {}
+    for entry in yaml.load(text, Loader=loader)["classes"]:
+        places = (
+            ("megatron_training", "actor_config", "vit_config")
+            if entry["section"] == "megatron"
+            else (entry["section"],)
+        )
+        keys |= {
+            f"{place}.{name}": (field[0], field[1])
+            for place in places
+            for name, field in entry["keys"].items()
+        }
+    return keys
+
+
+def wrong_values(tree: Mapping[str, Any]) -> list[str]:
+    """List what MindSpeed's classes reject in a rendered configuration: unknown names, wrong types."""
+    wrong = []
+    for key, value in _leaves(tree):
+        known = key_list().get(key)
+        if key in _NAMES or key.startswith("model."):
+            continue
+        if known is None:
+            wrong.append(f"MindSpeed's classes have no key {key}")
+        elif value is not None and type(value) not in _TYPES[known[0]]:
+            wrong.append(f"{key}={value!r} is not of type {known[0]}")
+    return wrong
+
+
+_TYPES = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "list": (list,),
+    "dict": (dict,),
+}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        is_leaf = key_list().get(key, ("", None))[0] == "dict" or not isinstance(value, Mapping)
+        if is_leaf:
+            yield key, value
+        else:
+            yield from _leaves(value, f"{key}.")

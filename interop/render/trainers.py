@@ -20,7 +20,7 @@ def render(
     """
     if trainer == "verl":
         return verl.render(tree, places, version)
-    return mindspeed.render(tree, places, version, trainer)
+    return mindspeed.render(tree, places, version)
 
 
 def environment(trainer: str, tree: Mapping[str, Any]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def own_overrides(
         return tuple(
             each for each in own if "recompute_" not in each
         )  # the user decides how much to recompute
-    return mindspeed.render(tree, places, version, trainer).overrides
+    return mindspeed.render(tree, places, version).overrides
 
 
 def write_rows(prepared: Path, path: Path) -> int:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from interop import ForeignConfigError
-from interop.export import by_name, settings_for
-from interop.foreign_config import Setting
+from interop.foreign_config import Setting, by_name
+from interop.render.inverse import settings_for
 from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REWARD_FILE = "reward_for_verl.py"
 DYNAMIC_SINCE = "0.9.0"  # main_ppo filters groups since this version
+OLDER = "0.7.0"  # the one version of the table before it
 DAPO_RECIPE = "recipe.dapo.main_dapo"  # in verl's repository, not in its wheels
 DAPO_RECIPE_FOLDER = "recipe/dapo"
 MIN_BUCKET_MEGABYTES = 2048
@@ -74,11 +75,11 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
             "no pipeline "
             "stages; set rollout.pipeline_parallel=1 and raise rollout.tensor_parallel"
         )
-    entry = _entry(ours, table, version)
+    entry = _entry(ours, version)
     settings = [
         *_table_settings(tree, version, entry),
         *_environment_settings(ours, places),
-        *_overlong(ours, table, version, entry),
+        *_overlong(ours, version, entry),
     ]
     if ours["sampler.dynamic"] and entry != DAPO_RECIPE:
         settings.append(_metric(ours["sampler.metric"]))
@@ -177,13 +178,13 @@ def _most_epochs(ours: Mapping[str, Any]) -> int:
     return int(ours["train.total_steps"] * (most if ours["sampler.dynamic"] else 1))
 
 
-def _entry(ours: Mapping[str, Any], table: Table, version: str) -> str:
+def _entry(ours: Mapping[str, Any], version: str) -> str:
     """Return the module to run.
 
     Since 0.9.0, main_ppo filters groups, without a limit on draws. Before, main_ppo ignores
     algorithm.filter_groups; only the DAPO recipe in verl's repository reads it.
     """
-    if not ours["sampler.dynamic"] or not _is_before(table, version, DYNAMIC_SINCE):
+    if not ours["sampler.dynamic"] or version != OLDER:
         return "verl.trainer.main_ppo"
     source = ours.get("external.source")
     if source is None or not (Path(source) / DAPO_RECIPE_FOLDER).is_dir():
@@ -227,12 +228,12 @@ def _metric(metric: str) -> Setting:
     return Setting("algorithm.filter_groups.metric", name, "sampler.metric")
 
 
-def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -> list[Setting]:
+def _overlong(ours: Mapping[str, Any], version: str, entry: str) -> list[Setting]:
     """Return the overlong penalty's settings under the names that the entry point reads."""
-    if entry == DAPO_RECIPE and _is_before(table, version, "0.8.0"):
+    if entry == DAPO_RECIPE and version == OLDER:
         prefix, limit = "reward_model.overlong_buffer", None
     else:
-        kwargs = f"reward{'_model' * _is_before(table, version, '0.8.0')}.reward_kwargs"
+        kwargs = f"reward{'_model' * (version == OLDER)}.reward_kwargs"
         prefix, limit = f"{kwargs}.overlong_buffer_cfg", f"{kwargs}.max_resp_len"
     names = {"enable": "enabled", "len": "buffer_tokens", "penalty_factor": "penalty_factor"}
     settings = [
@@ -245,10 +246,6 @@ def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -
             Setting(limit, ours["rollout.max_response_tokens"], "rollout.max_response_tokens")
         )
     return settings
-
-
-def _is_before(table: Table, version: str, other: str) -> bool:
-    return table.versions.index(version) < table.versions.index(other)
 
 
 def _in_version(table: Table, key: str, version: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -147,6 +148,13 @@ class ChainConfig(TrainingConfig):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     flow: FlowConfig = Field(default_factory=FlowConfig)
+
+    @classmethod
+    def instead_of(cls, unknown: Mapping[str, Any]) -> dict[str, str]:
+        """Return what to write instead of keys of verl or MindSpeed."""
+        from interop.foreign import instead_of
+
+        return instead_of(unknown)
 
     def for_benchmark(self, benchmark: BenchmarkConfig) -> ChainConfig:
         """The recipe for one benchmark alone."""

@@ -1,4 +1,4 @@
-"""Converts configurations of other trainers to recipes, and recipes to launches of other trainers."""
+"""Converts configurations of other trainers to recipes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from interop import ForeignConfigError
 from interop.account import Account, account_of
-from interop.export import by_name
-from interop.foreign_config import Setting
+from interop.foreign_config import Setting, by_name
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
 from interop.render.launch import Launch, Places
@@ -113,86 +112,3 @@ def write_recipe(recipe: Recipe, path: Path, header: Sequence[str]) -> None:
     """Write the recipe as commented YAML."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(written(recipe, header), encoding="utf-8")
-
-
-DEVICES_OF_NODE, DEVICES_OF_A3 = 8, 16
-
-
-def launch_of(
-    trainer: str,
-    config: ChainConfig,
-    folder: Path,
-    version: str | None,
-    model: Path | None,
-    nodes: int | None,
-) -> Launch:
-    """Render the launch of a trainer into `folder`. Raises ConfigError for unsupported settings."""
-    tree = config.model_dump(mode="json")
-    tree["external"] = {**tree.get("external", {}), "num_nodes": nodes or _nodes(config)}
-    named = model or config.model.path or config.model.id
-    if named is None:
-        raise ConfigError(
-            f"model.source={config.model.source} has no folder yet; pass the output of "
-            "dapo fetch-model with --model"
-        )
-    places = Places(
-        folder, Path(named), folder / TRAIN_FILE, folder / EVAL_FILE, folder / "checkpoints"
-    )
-    try:
-        launch = render(trainer, tree, places, version)
-    except ForeignConfigError as error:
-        raise ConfigError(str(error)) from error
-    external_env = {name: str(value) for name, value in config.external.env.items()}
-    return replace(launch, env={**launch.env, **external_env})
-
-
-def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]:
-    """Training keys set by a recipe or its `changes` (`key=value`) that the launch does not
-    express.
-    """
-    sections = TrainingConfig.model_fields.keys() - {"run"}
-    leaves = [
-        name
-        for name, value in by_name(overridden(read_tree(path), changes)).items()
-        if not isinstance(value, Mapping)
-    ]
-    plan_only = {"train.device_model"}  # read only by our memory plan
-    return [
-        name
-        for name in leaves
-        if name.partition(".")[0] in sections and name not in launch.covered | plan_only
-    ]
-
-
-def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: Path | None) -> None:
-    """Write the launch's files, `texts`, and the rows of a prepare-data output.
-
-    Raises ConfigError before writing if an existing file differs, since it may have been edited.
-    """
-    files = {folder / name: text for name, text in {**launch.files, **texts}.items()}
-    edited = [
-        path.name
-        for path, text in files.items()
-        if path.exists() and path.read_text("utf-8") != text
-    ]
-    if edited:
-        raise ConfigError(
-            f"{folder} already has {', '.join(edited)} with different content; name another "
-            "--output, or remove the folder"
-        )
-    rows = {} if data is None else {name: data / name for name in (TRAIN_FILE, EVAL_FILE)}
-    if missing := [name for name, path in rows.items() if not path.is_file()]:
-        raise ConfigError(f"--data {data} has no {missing[0]}; pass an output of dapo prepare-data")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
-    for name, path in rows.items():
-        write_rows(path, folder / name)
-
-
-def _nodes(config: ChainConfig) -> int:
-    """The smallest number of nodes with equal device counts for the recipe."""
-    is_a3 = (config.train.device_model or "").upper().endswith("A3")
-    devices, per_node = config.num_devices, DEVICES_OF_A3 if is_a3 else DEVICES_OF_NODE
-    nodes = -(-devices // per_node)
-    return next(number for number in range(nodes, devices + 1) if devices % number == 0)
