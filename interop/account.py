@@ -116,7 +116,7 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     if row.when is not None and not config[row.when]:
         return meaningless(f"{row.when} is off")
     if row.convert is not None:
-        return _converted(row, value, config)
+        return _converted(row, row.convert, value, config)
     if value is None and None not in row.values and row.ours:
         return default("unset")
     if row.values and value not in list(row.values):
@@ -135,9 +135,9 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     return Outcome("taken", dict.fromkeys(row.ours, value), row.change)
 
 
-def _converted(row: Row, value: Any, config: ForeignConfig) -> Outcome:
+def _converted(row: Row, name: str, value: Any, config: ForeignConfig) -> Outcome:
     try:
-        found = _CONVERSIONS[config.table.trainer][row.convert](value, config)
+        found = _CONVERSIONS[config.table.trainer][name](value, config)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         return unsupported(f"cannot be converted with the keys it depends on: {error}")
     if not isinstance(found, Outcome):
@@ -197,16 +197,12 @@ def _entry(
     if config.version not in held:
         of_this = row.names(config.version)
         instead = f", which calls it {of_this[0]}" if of_this else ""
-        note = f"exists in {_span(held)}, not in {config.version}{instead}. {note}".strip()
+        note = f"exists in {' and '.join(held)}, not in {config.version}{instead}. {note}".strip()
     return Entry(setting, outcome.fate, outcome.ours, note, name)
 
 
 def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
-
-
-def _span(versions: Sequence[str]) -> str:
-    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
 def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list[Entry]:

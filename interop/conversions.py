@@ -24,8 +24,8 @@ from interop.foreign_config import (
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
-_FOLDERS = ("models", "model", "checkpoints", "ckpts", "ckpt", "weights", "pretrained", "data")
-_FOLDERS += ("outputs", "output")  # first parts of paths that look like ORGANIZATION/MODEL
+# First parts of paths that look like ORGANIZATION/MODEL.
+_FOLDERS = re.compile(r"models?|checkpoints|ckpts?|weights|pretrained|data|outputs?", re.IGNORECASE)
 
 
 def at_least_0(value: Any, config: ForeignConfig) -> int:
@@ -59,7 +59,7 @@ def all_if_negative(value: Any, config: ForeignConfig) -> Any:
 
 def model(value: Any, config: ForeignConfig) -> Outcome:
     is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
-    if is_name is not None and is_name[1].lower() not in _FOLDERS and not Path(value).exists():
+    if is_name is not None and not _FOLDERS.fullmatch(is_name[1]) and not Path(value).exists():
         return taken(model__source="huggingface", model__id=value)
     return taken(model__source="path", model__path=value)
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from interop.foreign_config import Setting
 from interop.hydra import settings_of_yaml

@@ -33,7 +33,7 @@ BESIDE = (
     "pyvers==0.2.3",
     "codetiming==1.4.0",
 )
-NEWEST, OLDER = "0.9.1", "0.6.1"
+NEWEST, OLDER = "0.9.1", "0.7.0"
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = sorted(
     path.stem

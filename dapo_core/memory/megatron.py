@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
-    from interop.render.megatron import Splits
+    from dapo_core.memory.splits import Splits
 
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes per parameter; STATE: a float32 copy and two moments
 LOGITS_SCORED, LOGITS_TRAINED = (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
-    from interop.render.megatron import Splits
+    from dapo_core.memory.splits import Splits
 
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"

@@ -372,8 +372,8 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
 
 
 def _print_trainings(sides: list[str], store: Path, output: Path | None) -> None:
-    from eval.report.compare_trainings import compare_trainings, render_markdown, write_page
     from flows.console import print_markdown
+    from tasks.runs.compare_trainings import compare_trainings, render_markdown, write_page
     from tasks.runs.history import find_training_log
 
     names = [Path(side).name for side in sides]

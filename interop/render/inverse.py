@@ -227,9 +227,7 @@ def _kl_penalty(ours: Ours) -> Any:
 _OF_VERL: dict[str, Inverse] = {
     "data.train_files": _as_list("data.train"),
     "data.val_files": _as_list("data.eval"),
-    "data.truncation": lambda ours: (
-        "left" if ours["data.too_long"] == "truncate_left" else "error"
-    ),
+    "data.truncation": lambda ours: "left" if ours["data.too_long"] == "truncate_left" else "error",
     "data.filter_overlong_prompts": lambda ours: ours["data.too_long"] == "drop",
     "data.val_max_samples": lambda ours: ours["validation.num_prompts"] or -1,
     "actor_rollout_ref.model.path": lambda ours: _known(ours["model.id"] or ours["model.path"]),

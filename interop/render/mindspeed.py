@@ -114,13 +114,7 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
     settings = [_typed(each) for each in (*settings, *_environment_settings(ours, trainer, places))]
     values = {setting.key: setting.value for setting in settings}
     values |= dict(_overrides(ours, load("mindspeed-rl")))
-    missing = {key: example for key, example in _REQUIRED[trainer].items() if key not in values}
-    if missing:
-        raise ForeignConfigError(
-            f"{trainer} needs settings that have no key here (see its guide). Add to "
-            "external.overrides, with "
-            f"your own paths: {', '.join(f'{key}={example}' for key, example in missing.items())}"
-        )
+    _require(trainer, values)
     values |= _resumed(values, places, ours["checkpoint.resume"])
     content = nested(values)
     architecture = content["megatron_training"].setdefault("model", _architecture_name(values))
@@ -158,6 +152,18 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
         covered=frozenset(name for setting in settings for name in setting.origin.split(", "))
         | {"train.ray_address"},
     )
+
+
+def _require(trainer: str, values: Mapping[str, Any]) -> None:
+    """Raise ForeignConfigError for settings that have no key here and are not set."""
+    missing = [
+        f"{key}={example}" for key, example in _REQUIRED[trainer].items() if key not in values
+    ]
+    if missing:
+        raise ForeignConfigError(
+            f"{trainer} needs settings that have no key here (see its guide). Add to "
+            f"external.overrides, with your own paths: {', '.join(missing)}"
+        )
 
 
 def _architecture_name(values: Mapping[str, Any]) -> str:

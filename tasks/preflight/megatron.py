@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dapo_core.errors import ConfigError
 from dapo_core.memory.shape import ModelShape
-from interop import ForeignConfigError
-from interop.render.megatron import PREFIX, Layers, Splits, require_divided, splits_of
+from dapo_core.memory.splits import PREFIX, Layers, Splits, require_divided, splits_of
 from tasks.config import ChainConfig
 
 MINDSPEED = "actor_config."
@@ -21,13 +20,10 @@ def splits_in(config: ChainConfig, shape: ModelShape) -> Splits | None:
         return None
     # MindSpeed uses verl's names in a section of its own.
     overrides = [each.replace(MINDSPEED, PREFIX, 1) for each in config.external.overrides]
-    try:
-        splits = splits_of(
-            overrides, train.num_ranks, train.sequence_parallel, train.gradient_checkpointing
-        )
-        _require_divided(config, shape, splits)
-    except ForeignConfigError as error:
-        raise ConfigError(str(error)) from error
+    splits = splits_of(
+        overrides, train.num_ranks, train.sequence_parallel, train.gradient_checkpointing
+    )
+    _require_divided(config, shape, splits)
     return splits
 
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config.loading import overridden, read_tree
-from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
-from interop import ForeignConfigError
 from interop.account import Account, account_of
 from interop.foreign_config import Setting, by_name
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
-from interop.render.launch import Launch, Places
-from interop.render.trainers import render, write_rows
 from tasks.config import ChainConfig
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 
 ROWS = "num_train_rows"
 ENOUGH_ROWS = 1_000_000  # enough for any batch; --tiny sets its own steps

@@ -9,8 +9,7 @@ import yaml
 
 from flows.config import load_config
 from interop.account import account_of
-from interop.export import by_name
-from interop.foreign_config import Setting
+from interop.foreign_config import Setting, by_name
 from interop.render.launch import Places
 from interop.render.trainers import write_rows
 from interop.render.verl import render

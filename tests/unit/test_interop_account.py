@@ -4,15 +4,20 @@ dropped.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given as given_any
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from interop.account import Account, Setting, account_of
-from interop.table import TRAINERS, Fate, Row, content_of, load
+import interop
+from interop import conversions, conversions_mindspeed
+from interop.account import Account, account_of
+from interop.foreign_config import Setting
+from interop.table import TRAINERS, Fate, load
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # The batches and devices of a script for 32 billion parameters.
@@ -81,8 +86,7 @@ def test_old_names_are_imported() -> None:
     assert entries[2].name == "reward.reward_kwargs.overlong_buffer_cfg.len"
     assert entries[2].ours == {"reward.overlong.buffer_tokens": 4096}
     assert entries[2].note.startswith(
-        "exists in 0.5.0 to 0.7.0, not in 0.9.1, which calls it "
-        "reward.reward_kwargs.overlong_buffer_cfg.len"
+        "exists in 0.7.0, not in 0.9.1, which calls it reward.reward_kwargs.overlong_buffer_cfg.len"
     )
 
 
@@ -248,18 +252,23 @@ def test_settings_that_verl_ignores_are_not_imported() -> None:
     }
     assert ours(draws)["sampler.max_num_gen_batches"] == 0
     no_steps = {f"{ACTOR}.optim.lr_warmup_steps": 0, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}
-    for version, warmup in (("0.7.0", 0), ("0.8.0", 20)):  # a tenth of 100 steps of 2 updates
+    for version, warmup in (("0.7.0", 0), ("0.9.1", 20)):  # a tenth of 100 steps of 2 updates
         taken = account(version)(LARGE | no_steps).entries
         assert {entry.ours.get("train.warmup_steps", warmup) for entry in taken} == {warmup}
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_every_row_has_a_key_of_ours_or_a_fate_with_a_reason(trainer: str) -> None:
-    fields = {field.removesuffix("s") for field in Row.__dataclass_fields__} | {"in", "value"}
-    for section in content_of(trainer.replace("-", "_"))["sections"]:
+    file = Path(interop.__file__).parent / "keys" / f"{trainer.replace('-', '_')}.yaml"
+    fields = {"key", "in", "addition", "old", "fate", "only", "ignored", "when", "ours", "values"}
+    fields |= {"convert", "default", "change", "reason"}
+    for section in yaml.safe_load(file.read_text(encoding="utf-8"))["sections"]:
         for row in section["rows"]:
-            assert {name.removesuffix("s") for name in row} <= fields, row
+            assert row.keys() <= fields, row
+    functions = vars(conversions if trainer == "verl" else conversions_mindspeed)
     for row in load(trainer).rows:
         assert row.fate in get_args(Fate)
         assert (row.fate == "taken") == bool(row.ours)
         assert row.ours or row.reason
+        assert row.convert is None or callable(functions[row.convert])
+        assert row.when is None or load(trainer).find(row.when)

@@ -1,4 +1,4 @@
-"""MindSpeed-RL and MindSpeed-MM configurations are read, accounted for, and converted."""
+"""MindSpeed-RL's configurations are read, accounted for, and converted."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import pytest
 from interop import ForeignConfigError
 from interop.account import Account, account_of
 from interop.foreign_config import Setting
-from interop.mindspeed import is_mindspeed, key_list, read_yaml, trainer_of
+from interop.mindspeed import is_mindspeed, read_yaml
 from interop.read import read_files
+from interop.render.mindspeed import key_list
 from interop.table import NOT_SET, load
 
 GUIDES = Path(__file__).resolve().parents[1] / "data" / "guides"
 GOLDEN = GUIDES / "mindspeed_accounts.json"
-FILES = {
-    "mindspeed-rl": ("mindspeed_rl_32b.yaml", "mindspeed_rl_math_17k.yaml"),
-    "mindspeed-mm": ("mindspeed_mm_qwen25vl_7b.yaml",),
-}
+FILES = ("mindspeed_rl_32b.yaml", "mindspeed_rl_math_17k.yaml")
+OF_IMAGES = "mindspeed_mm_qwen25vl_7b.yaml"
 
 
 def account(*texts: str) -> Account:
     settings = [setting for text in texts for setting in read_yaml(text, "x.yaml")]
-    return account_of(settings, trainer_of(settings))
+    return account_of(settings, "mindspeed-rl")
 
 
 def only(text: str) -> Any:
@@ -35,14 +34,20 @@ def only(text: str) -> Any:
     return account(text).entries[-1]
 
 
-@pytest.mark.parametrize("trainer", FILES)
-def test_the_guides_are_accounted_for(trainer: str) -> None:
-    assert all(is_mindspeed((GUIDES / name).read_text(encoding="utf-8")) for name in FILES[trainer])
-    reading = read_files([GUIDES / name for name in FILES[trainer]])
-    assert reading.trainer == trainer
+def test_the_guide_is_accounted_for() -> None:
+    assert all(is_mindspeed((GUIDES / name).read_text(encoding="utf-8")) for name in FILES)
+    reading = read_files([GUIDES / name for name in FILES])
+    assert reading.trainer == "mindspeed-rl"
     accounted = account_of(reading.settings, reading.trainer)
     found = {entry.setting.key: [entry.fate, entry.ours] for entry in accounted.entries}
-    assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
+    assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def test_training_with_images_is_refused_by_key() -> None:
+    """MindSpeed-MM copies MindSpeed-RL's classes."""
+    text = f"{(GUIDES / OF_IMAGES).read_text(encoding='utf-8')}\nrl_config: {{is_multimodal: true}}"
+    refused = {entry.setting.key for entry in account(text).of("unsupported")}
+    assert {"rl_config.is_multimodal", "megatron_training.data_path"} <= refused
 
 
 def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> None:
@@ -54,13 +59,11 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
         "tee run.log\n"
         "fi\n"
     )
-    names = (*FILES["mindspeed-rl"], *FILES["mindspeed-mm"])
+    names = (*FILES, OF_IMAGES)
     reading = read_files(
         [script, *(GUIDES / name for name in names)], {"MASTER_ADDR": "a", "CURRENT_IP": "a"}
     )
-    assert reading.notes == [
-        f"{FILES['mindspeed-mm'][0]} is ignored: the command selects another configuration"
-    ]
+    assert reading.notes == [f"{OF_IMAGES} is ignored: the command selects another configuration"]
     accounted = account_of(reading.settings, reading.trainer)
     assert accounted.blocking() == []
     assert accounted.tree()["rollout"]["group_size"] == 16
@@ -68,9 +71,7 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
 
 
 def test_the_32b_guide_becomes_a_recipe() -> None:
-    accounted = account(
-        *((GUIDES / name).read_text(encoding="utf-8") for name in FILES["mindspeed-rl"])
-    )
+    accounted = account(*((GUIDES / name).read_text(encoding="utf-8") for name in FILES))
     assert accounted.blocking() == []
     tree = accounted.tree()
     assert tree["train"] == {
@@ -271,14 +272,13 @@ def test_tabs_bom_and_anchors_are_read() -> None:
     assert settings["actor_config.lr"].value == 1e-6
 
 
-@pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
-def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
-    table = load(trainer)
+def test_every_key_of_the_classes_has_a_row() -> None:
+    table = load("mindspeed-rl")
     for key, (kind, default) in key_list().items():
         row = table.find(key, table.newest)
         assert row is not None, key
-        if row.default(table.newest) is not NOT_SET and not row.is_family:
-            assert row.default(table.newest) == default, key
+        if row.defaults[table.newest] is not NOT_SET and not row.is_family:
+            assert row.defaults[table.newest] == default, key
         assert kind in ("bool", "int", "float", "str", "list", "dict")
     known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}
     odd = {
@@ -292,15 +292,11 @@ def test_the_guides_original_text_has_the_same_account() -> None:
     if not folder.is_dir():
         pytest.skip("needs $DAPO_TEST_DATA/../guides")
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    num_keys = 0
-    for name, trainer in (("003", "mindspeed-mm"), ("004", "mindspeed-rl")):
-        [guide] = folder.glob(f"{name}_*")
-        for block in re.findall(
-            r"```yaml\n(.*?)(?:```|\n3。|\n3\.)", guide.read_text(encoding="utf-8"), re.DOTALL
-        ):
-            for entry in account_of(read_yaml(block, guide.name), trainer).entries:
-                assert [entry.fate, entry.ours] == golden[trainer][entry.setting.key], (
-                    entry.setting.key
-                )
-                num_keys += 1
-    assert num_keys == 20 + 6 + 12 + 6
+    [guide] = folder.glob("004_*")
+    blocks = re.findall(
+        r"```yaml\n(.*?)(?:```|\n3。|\n3\.)", guide.read_text(encoding="utf-8"), re.DOTALL
+    )
+    entries = [each for block in blocks for each in account(block).entries]
+    assert len(entries) > 20
+    for entry in entries:
+        assert [entry.fate, entry.ours] == golden[entry.setting.key], entry.setting.key

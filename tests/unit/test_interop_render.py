@@ -82,15 +82,15 @@ def test_older_versions_filter_groups_with_the_dapo_recipe(tmp_path: Path) -> No
     with pytest.raises(
         ForeignConfigError, match=r"external\.source .*external\.version.*sampler\.dynamic=false"
     ):
-        launched(version="0.6.1")
+        launched(version="0.7.0")
     (tmp_path / "recipe/dapo").mkdir(parents=True)
     tree = {**load_config(MATH).model_dump(mode="json"), "external": {"source": str(tmp_path)}}
-    launch = render(tree, places(), "0.6.1")
+    launch = render(tree, places(), "0.7.0")
     keys = values_of(launch)
     assert launch.argv[1] == DAPO_RECIPE
     assert keys["data.gen_batch_size"] == "192"
     assert keys["reward_model.overlong_buffer.len"] == "4096"  # the DAPO recipe's name
-    plain = values_of(launched(MATH, "sampler.dynamic=false", version="0.6.1"))
+    plain = values_of(launched(MATH, "sampler.dynamic=false", version="0.7.0"))
     assert plain["reward_model.reward_kwargs.overlong_buffer_cfg.len"] == "4096"  # main_ppo's
     assert plain["custom_reward_function.name"] == "compute_score"
 

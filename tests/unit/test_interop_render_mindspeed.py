@@ -15,10 +15,10 @@ from flows.cli import app
 from flows.config import load_config
 from interop import ForeignConfigError
 from interop.account import account_of
-from interop.export import by_name
-from interop.mindspeed import read_yaml, trainer_of, wrong_values
+from interop.foreign_config import by_name
+from interop.mindspeed import read_yaml
 from interop.render.launch import Launch, Places
-from interop.render.mindspeed import CONFIG, ROWS, START, architecture_of, render
+from interop.render.mindspeed import CONFIG, ROWS, START, architecture_of, render, wrong_values
 from tasks.external.launch import planned_start
 from tasks.preflight.memory import plan_of
 from tests.tiny_models import build_tiny_qwen3
@@ -178,38 +178,25 @@ def test_what_mindspeed_rejects_is_refused(
         launched(*sets, own=own)
 
 
-@pytest.mark.slow
-def test_an_older_version_lacks_newer_keys() -> None:
-    assert "use_swanlab" in content(launched())["rl_config"]
-    assert "use_swanlab" not in content(launched(version="d9212e1"))["rl_config"]
-
-
 @pytest.mark.parametrize(
     "recipe",
     ["dapo_qwen3_32b_math", "grpo_qwen3_8b_math", "dapo_qwen2_5_32b_math", "dapo_qwen3_8b_math"],
 )
-@pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
-def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: str) -> None:
+def test_a_recipe_survives_mindspeeds_keys(recipe: str) -> None:
     sets = (
         "train.schedule=cosine",
         "train.min_learning_rate_ratio=0.1",
         "sampler.max_num_gen_batches=0",
         "train.passes=2",
     )
-    own = MM if trainer == "mindspeed-mm" else (LOAD,)
-    launch = launched(*sets, "train.placement=colocated", recipe=recipe, own=own, trainer=trainer)
+    launch = launched(*sets, "train.placement=colocated", recipe=recipe)
     tree = load_config(
         CONFIGS / f"{recipe}.yaml", [*NPU, *sets, "train.placement=colocated"]
     ).model_dump(mode="json")
     settings = read_yaml(launch.files[f"{CONFIG}.yaml"], "x.yaml")
-    assert trainer_of(settings) == trainer
-    accounted = account_of(settings, trainer)
+    accounted = account_of(settings, "mindspeed-rl")
     blocking = {entry.setting.key for entry in accounted.blocking()}
-    assert blocking == (
-        {"rl_config.is_multimodal"}
-        if trainer == "mindspeed-mm"
-        else {"megatron_training.data_path"}
-    )
+    assert blocking == {"megatron_training.data_path"}
     ours, back = by_name(tree), by_name(accounted.tree())
     both = {name for name in back if name in launch.covered and not isinstance(back[name], dict)}
     assert len(both) > 35
@@ -217,8 +204,7 @@ def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: s
         "data.train",
         "model.path",
     }
-    # With images a device takes whole responses: the longest sequence over the ranks that share it.
-    assert odd <= {"train.micro_batch_tokens"} if trainer == "mindspeed-mm" else not odd
+    assert odd == set()
 
 
 def test_the_train_stage_starts_mindspeed(tmp_path: Path) -> None:
@@ -231,23 +217,6 @@ def test_the_train_stage_starts_mindspeed(tmp_path: Path) -> None:
     start = planned_start(load_config(CONFIGS / "dapo_qwen3_32b_math.yaml", sets))
     assert start.argv[2] == "cli/train_dapo.py"
     assert {path.name for path in start.files} == {f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
-
-
-def test_our_recipe_is_exported_with_placeholders(tmp_path: Path) -> None:
-    recipe = str(CONFIGS / "dapo_qwen3_32b_math.yaml")
-    words = ["export-config", recipe, "--for", "mindspeed-rl", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, words)
-    assert (done.exit_code, done.exception) == (0, None)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "run.sh",
-        f"{CONFIG}.yaml",
-        f"{ROWS}.yaml",
-        START,
-    }
-    assert yaml.safe_load((tmp_path / f"{CONFIG}.yaml").read_text())["actor_config"][
-        "load"
-    ].startswith("<")
-    assert "Run it in the trainer's checkout" in (tmp_path / "run.sh").read_text()
 
 
 @pytest.mark.parametrize(
@@ -282,33 +251,10 @@ def test_our_mindspeed_recipes_match_the_guides(recipe: str, guide: str) -> None
     assert odd <= {"use_tensorboard", "trust_remote_code"}
 
 
-# The keys that the guide's excerpt leaves to its base configuration.
-REST_OF_MM = """
-megatron_training: {stage: ray_dapo, global_batch_size: 64, seq_length: 1024, train_iters: 1000, save_interval: 50}
-actor_config: {micro_batch_size: 1, tensor_model_parallel_size: 4, lr: 1e-6, lr_decay_style: constant}
-rl_config: {is_multimodal: true, mini_batch_size: 32, max_prompt_length: 1024, n_samples_per_prompt: 5,
-            verifier_function: [acc_for_dapo], actor_resource: {num_npus: 8}}
-generate_config: {infer_tensor_parallel_size: 1, max_num_seqs: 64, max_model_len: 3072,
-                  sampling_config: {max_tokens: 2048, top_k: -1, temperature: 1.0, logprobs: 0}}
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer", "names"),
-    [
-        ("mindspeed-rl", ("mindspeed_rl_32b.yaml", "mindspeed_rl_math_17k.yaml")),
-        ("mindspeed-mm", ("mindspeed_mm_qwen25vl_7b.yaml",)),
-    ],
-)
-def test_an_imported_configuration_starts_unchanged(
-    trainer: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    files = [GUIDES / name for name in names]
-    if trainer == "mindspeed-mm":
-        files.append(tmp_path / "rest.yaml")
-        files[-1].write_text(REST_OF_MM)
-    words = ["import-config", *map(str, files), "--backend", trainer]
+def test_an_imported_configuration_starts_unchanged(tmp_path: Path) -> None:
+    files = [GUIDES / name for name in ("mindspeed_rl_32b.yaml", "mindspeed_rl_math_17k.yaml")]
+    words = ["import-config", *map(str, files), "--backend", "mindspeed-rl"]
     done = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mine.yaml")])
     assert (done.exit_code, done.exception) == (0, None)
     start = planned_start(load_config(tmp_path / "mine.yaml", ["external.source=/checkout"]))

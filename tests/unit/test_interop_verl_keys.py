@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from interop.table import Row, load
+from interop.table import NOT_SET, Row, load
 from tests.verl_wheels import verl_folder
 
 TABLE = load("verl")
 VERSIONS = TABLE.versions
-pytestmark = pytest.mark.slow  # seven wheels from the package registry
+pytestmark = pytest.mark.slow  # two wheels from the package registry
 
 # Keys that the DAPO recipe and free sections add to the default configuration.
 ADDED = re.compile(
     r"data\.gen_batch_size|algorithm\.filter_groups\..*|reward_model\.overlong_buffer\..*"
     r"|(reward|reward_model)\.reward_kwargs\..*|(reward\.)?custom_reward_function\.reward_kwargs\.\*"
     r"|actor_rollout_ref\.(rollout\.engine_kwargs\.vllm\.\*|rollout\.limit_images|ref\.model\.(\*|path)"
-    r"|model\.override_config\.(attention_dropout|embd_pdrop|resid_pdrop)|actor\.tis_imp_ratio_cap"
+    r"|model\.override_config\.(attention_dropout|embd_pdrop|resid_pdrop)"
     r"|actor\.optim\.override_optimizer_config\.eps)|model_engine|hydra\.(run\.dir|output_subdir)"
 )
 # For keys that some versions ignore: the files in the wheel that read them, and a pattern.
@@ -126,9 +126,9 @@ def test_defaults_match_the_wheels(version: str) -> None:
             if isinstance(of_fsdp.get(name), str | int | float)
         }
         known |= {str(of_fsdp[name]) for name in row.names(version) if name in of_fsdp}
-        default = row.defaults.get(version)
+        default = row.defaults.get(version, NOT_SET)
         if (
-            version in row.defaults
+            default is not NOT_SET
             and row.names(version)
             and version in row.versions
             and not_in(default, known)
@@ -166,7 +166,7 @@ def test_every_ignored_key_is_checked() -> None:
     assert {row.key for row in by_range} - {"actor_rollout_ref.actor.optim.clip_grad"} == set(
         READ_BY
     )
-    # 0.6 and 0.7 have both keys, and clip by the older one: dp_actor.py, as above.
+    # 0.7 has both keys, and clips by the older one: dp_actor.py, as above.
     [clip] = [row for row in by_range if row.key == "actor_rollout_ref.actor.optim.clip_grad"]
     [older] = [row for row in TABLE.rows if row.key == "actor_rollout_ref.actor.grad_clip"]
-    assert clip.ignored == older.versions - older.ignored - {"0.5.0"}
+    assert clip.ignored == older.versions - older.ignored == {"0.7.0"}

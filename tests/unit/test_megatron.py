@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import Limit
 from dapo_core.memory.megatron import largest_stage
 from dapo_core.memory.plan import plan_memory
 from dapo_core.memory.published import published_config
 from dapo_core.memory.shape import shape_of
+from dapo_core.memory.splits import Layers, Splits, require_divided, splits_of
 from flows.config import Config, load_config
-from interop import ForeignConfigError
-from interop.render.megatron import Layers, Splits, require_divided, splits_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 QWEN3_235B = Layers(layers=94, heads=64, key_heads=4, experts=128)
@@ -83,21 +83,19 @@ def test_layers_of_the_first_and_last_stage_can_be_set() -> None:
     ],
 )
 def test_a_split_that_does_not_divide_names_its_key(override: str, message: str) -> None:
-    with pytest.raises(ForeignConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         require_divided(splits(f"{ACTOR}{override}"), QWEN3_235B, responses=512)
 
 
 def test_responses_must_divide_over_data_parallel_ranks() -> None:
     with pytest.raises(
-        ForeignConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 / 32\)"
+        ConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 / 32\)"
     ):
         require_divided(splits(), QWEN3_235B, responses=30)
 
 
 def test_a_size_must_be_a_number() -> None:
-    with pytest.raises(
-        ForeignConfigError, match=r"tensor_model_parallel_size=two is not a valid size"
-    ):
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=two is not a valid size"):
         splits(f"{ACTOR}tensor_model_parallel_size=two")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from interop import ForeignConfigError
+from dapo_core.errors import ConfigError
 
 PREFIX = "actor_rollout_ref.actor.megatron."
 TRANSFORMER = f"{PREFIX}override_transformer_config."
@@ -90,7 +90,7 @@ def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: 
     """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and
     `recomputes`.
 
-    Raises ForeignConfigError for an invalid size.
+    Raises ConfigError for an invalid size.
     """
     values = dict(map(_read, overrides))
     sizes: dict[str, Any] = {
@@ -100,7 +100,7 @@ def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: 
         if not isinstance(size, int) or size < (
             0 if name.endswith("_layers") else 1
         ) - name.startswith("counts"):
-            raise ForeignConfigError(
+            raise ConfigError(
                 f"external.overrides: {_PARTS[name]}={size} is not a valid size; give an integer"
             )
     if f"{TRANSFORMER}recompute_granularity" in values:
@@ -123,11 +123,11 @@ def _read(text: str) -> tuple[str, Any]:
 
 
 def require_divided(splits: Splits, model: Layers, responses: int) -> None:
-    """Raise ForeignConfigError listing everything that does not divide; `responses` is per
+    """Raise ConfigError listing everything that does not divide; `responses` is per
     optimizer step.
     """
     if found := list(_undivided(splits, model, responses)):
-        raise ForeignConfigError("\n".join(f"external.overrides: {each}" for each in found))
+        raise ConfigError("\n".join(f"external.overrides: {each}" for each in found))
 
 
 def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:

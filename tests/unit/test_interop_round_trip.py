@@ -1,4 +1,4 @@
-"""Importing an export returns the recipe, for everything that both trainers can express."""
+"""A recipe rendered for verl and imported again is the same, as far as both can express it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from flows.config import load_config
 from interop.account import account_of
-from interop.export import by_name, settings_for
-from interop.foreign_config import Setting
+from interop.foreign_config import Setting, by_name
 from interop.hydra import parse_override
-from interop.render.launch import Places, script_of
+from interop.render.inverse import settings_for
+from interop.render.launch import Places
 from interop.render.verl import nodes_of, render
 from interop.table import load
 
@@ -50,7 +50,6 @@ def read_back(tree: dict[str, Any], version: str) -> dict[str, tuple[Any, Any]]:
     account = account_of(settings, "verl", version)
     assert account.of("misspelt", "contradicting", "unsupported", "ignored-by-trainer") == []
     ours, back = by_name(tree), by_name(account.tree())
-    # 0.5.0, for example, has no key for expert parallelism
     exported = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
     for name in ("data.train", "data.eval"):
         ours[name] = [ours[name]] if isinstance(ours[name], str) else ours[name]
@@ -60,7 +59,7 @@ def read_back(tree: dict[str, Any], version: str) -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("version", load("verl").versions)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_importing_an_export_returns_the_recipe(recipe: str, version: str) -> None:
+def test_a_recipe_survives_verls_keys(recipe: str, version: str) -> None:
     tree = load_config(CONFIGS / f"{recipe}.yaml").model_dump(mode="json")
     assert read_back(tree, version) == {}
     assert len(settings_for(tree, "verl", version)) > 50
@@ -83,7 +82,7 @@ def test_importing_an_export_returns_the_recipe(recipe: str, version: str) -> No
     sampling=st.tuples(st.floats(0.1, 2), st.floats(0.1, 1), st.sampled_from([-1, 20])),
     version=st.sampled_from(load("verl").versions),
 )
-def test_any_values_survive_export_and_import(**drawn: Any) -> None:
+def test_any_values_survive_verls_keys(**drawn: Any) -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["algorithm"] |= {"clip_ratio_low": drawn["low"], "clip_ratio_high": drawn["high"]}
     tree["algorithm"]["kl"] |= {"place": drawn["kl"], "coefficient": drawn["coefficient"]}
@@ -104,7 +103,7 @@ def test_any_values_survive_export_and_import(**drawn: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_importing_a_rendered_command_line_returns_the_recipe(recipe: str) -> None:
+def test_a_recipe_survives_verls_command_line(recipe: str) -> None:
     is_for_cpu = load_config(CONFIGS / f"{recipe}.yaml").train.device == "cpu"
     sets = ("train.device=cuda", "rollout.engine=vllm") if is_for_cpu else ()
     tree = load_config(CONFIGS / f"{recipe}.yaml", sets).model_dump(mode="json")
@@ -123,28 +122,17 @@ def test_importing_a_rendered_command_line_returns_the_recipe(recipe: str) -> No
     assert len(compared) > 40
 
 
-def test_warmup_within_a_training_step_is_not_exported() -> None:
+def test_warmup_within_a_training_step_has_no_key_in_verl() -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["train"]["warmup_steps"] = 3  # of two optimizer steps a training step
     exported = {setting.key for setting in settings_for(tree, "verl")}
     assert "actor_rollout_ref.actor.optim.lr_warmup_steps" not in exported
 
 
-def test_free_engine_arguments_are_exported() -> None:
+def test_free_engine_arguments_reach_verl() -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["rollout"]["engine_args"] = {"enforce_eager": True, "swap_space": 4}
     found = {setting.key: setting.value for setting in settings_for(tree, "verl")}
     assert found["actor_rollout_ref.rollout.enforce_eager"] is True  # has an exact key
     assert found["actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space"] == 4
     assert "actor_rollout_ref.rollout.engine_kwargs.vllm.enforce_eager" not in found
-
-
-def test_a_script_is_quoted_for_the_shell(tmp_path: Path) -> None:
-    script = script_of(
-        ("-m", "verl.trainer.main_ppo", "--config-name=x", "a='it\\'s'"),
-        {"B": "two words"},
-        ["Why"],
-    )
-    assert script.splitlines()[:2] == ["#!/usr/bin/env bash", "# Why"]
-    assert "export B='two words'" in script
-    assert "python3 -m verl.trainer.main_ppo --config-name=x \\\n" in script
