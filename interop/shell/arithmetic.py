@@ -1,39 +1,45 @@
-"""Evaluate bash arithmetic expressions: integers, C operators, variables by name."""
+"""Evaluate bash arithmetic: integers, C operators, variables by name."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
-from typing import Any
 
 TOKEN = re.compile(
-    r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|<<=|>>=|\*\*|\+\+|--|&&|\|\||<<|>>|[<>=!]=|[-+*/%&|^]=|.)",
+    r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|&&|\|\||<<|>>|[<>=!]=|[-+*/%]=|.)",
     re.DOTALL,
 )
-LEVELS = (
-    ("||",),
-    ("&&",),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("==", "!="),
-    ("<", "<=", ">", ">="),
-    ("<<", ">>"),
-    ("+", "-"),
-    ("*", "/", "%"),
-)
-ASSIGNING = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|=")
 MAX_DEPTH = 20
 
-Read = Callable[[str], str]
-Write = Callable[[str, str], None]
+# Operators by precedence, loosest first.
+LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
+    {"||": lambda a, b: bool(a or b)},
+    {"&&": lambda a, b: bool(a and b)},
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"==": operator.eq, "!=": operator.ne},
+    {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    {"<<": lambda a, b: a << (b & 63), ">>": lambda a, b: a >> (b & 63)},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": lambda a, b: _divided(a, b)[0], "%": lambda a, b: _divided(a, b)[1]},
+)
+UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "~": operator.invert,
+    "!": operator.not_,
+}
 
 
 class ArithmeticFailure(ValueError):
     """Bash would fail on this expression too."""
 
 
-def evaluate(text: str, read: Read, write: Write, depth: int = 0) -> int:
+def evaluate(
+    text: str, read: Callable[[str], str], write: Callable[[str, str], None], depth: int = 0
+) -> int:
     """Return the value of an expression; `read` returns a variable's text, which may be an
     expression itself.
 
@@ -41,165 +47,129 @@ def evaluate(text: str, read: Read, write: Write, depth: int = 0) -> int:
     """
     if depth > MAX_DEPTH:
         raise ArithmeticFailure(f"{text!r} refers to itself")
-    tree = _Parser(text).whole()
-    return _value(tree, read, write, depth)
+    return _Reader(text, read, write, depth).whole()
 
 
-class _Parser:
-    """Parses the text into nested tuples, so that untaken sides of `?:`, `&&` and `||` are not
-    evaluated.
-    """
+class _Reader:
+    """Evaluates from left to right; while `is_taken` is False, nothing is read or written."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens = TOKEN.findall(text.strip())
-        self.at = 0
+    def __init__(
+        self, text: str, read: Callable[[str], str], write: Callable[[str, str], None], depth: int
+    ) -> None:
+        self.text, self.read, self.write, self.depth = text.strip(), read, write, depth
+        self.tokens = TOKEN.findall(self.text)
+        self.is_taken = True
 
     def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[0] if self.tokens else ""
 
     def take(self, *expected: str) -> str:
-        token = self.peek()
-        if expected and token not in expected:
-            raise ArithmeticFailure(f"{self.text.strip()!r} is not an integer expression")
-        self.at += 1
+        if not self.tokens or (expected and self.tokens[0] not in expected):
+            raise ArithmeticFailure(f"{self.text!r} is not an integer expression")
+        token: str = self.tokens.pop(0)
         return token
 
-    def whole(self) -> Any:
-        if not self.tokens:
-            return 0
-        tree = self.comma()
-        if self.peek():
-            raise ArithmeticFailure(
-                f"{self.text.strip()!r} is not an integer expression (at {self.peek()!r})"
-            )
-        return tree
-
-    def comma(self) -> Any:
-        tree = self.assignment()
+    def whole(self) -> int:
+        value = self.ternary() if self.tokens else 0
         while self.peek() == ",":
             self.take()
-            tree = (",", tree, self.assignment())
-        return tree
+            value = self.ternary()
+        if self.tokens:
+            raise ArithmeticFailure(
+                f"{self.text!r} is not an integer expression (at {self.peek()!r})"
+            )
+        return value
 
-    def assignment(self) -> Any:
-        tree = self.ternary()
-        if self.peek() in ASSIGNING and isinstance(tree, str):
-            operator = self.take()
-            right = self.assignment()
-            return ("=", tree, right if operator == "=" else (operator[:-1], tree, right))
-        return tree
+    def ternary(self) -> int:
+        value = self.binary(0)
+        if self.peek() != "?":
+            return value
+        self.take()
+        first = self.only_if(bool(value), self.ternary)
+        self.take(":")
+        other = self.only_if(not value, self.ternary)
+        return first if value else other
 
-    def ternary(self) -> Any:
-        tree = self.binary(0)
-        if self.peek() == "?":
-            self.take()
-            first = self.comma()
-            self.take(":")
-            return ("?", tree, first, self.assignment())
-        return tree
+    def only_if(self, condition: bool, body: Callable[[], int]) -> int:
+        before, self.is_taken = self.is_taken, self.is_taken and condition
+        value = body()
+        self.is_taken = before
+        return value
 
-    def binary(self, level: int) -> Any:
+    def binary(self, level: int) -> int:
         if level == len(LEVELS):
             return self.power()
-        tree = self.binary(level + 1)
-        while self.peek() in LEVELS[level]:
-            operator = self.take()
-            tree = (operator, tree, self.binary(level + 1))
-        return tree
-
-    def power(self) -> Any:
-        tree = self.unary()
-        if self.peek() == "**":
+        left = self.binary(level + 1)
+        while (sign := self.peek()) in LEVELS[level]:
             self.take()
-            return ("**", tree, self.power())
-        return tree
+            is_decided = (sign == "||" and left) or (sign == "&&" and not left)
+            right = self.only_if(not is_decided, lambda: self.binary(level + 1))
+            left = _wrapped(LEVELS[level][sign](left, right)) if self.is_taken else 0
+        return left
 
-    def unary(self) -> Any:
-        token = self.peek()
-        if token in ("+", "-", "!", "~"):
-            self.take()
-            return (f"unary{token}", self.unary())
-        if token in ("++", "--"):
-            self.take()
-            name = self.primary()
-            return ("=", name, (token[0], name, 1))
-        tree = self.primary()
-        if self.peek() in ("++", "--") and isinstance(tree, str):
-            sign = self.take()[0]
-            return ("after", tree, sign)
-        return tree
+    def power(self) -> int:
+        base = self.unary()
+        if self.peek() != "**":
+            return base
+        self.take()
+        exponent = self.power()
+        if exponent < 0:
+            raise ArithmeticFailure(f"{base} ** {exponent}: negative exponent")
+        return _wrapped(pow(base, exponent, 1 << 64))
 
-    def primary(self) -> Any:
+    def unary(self) -> int:
         token = self.take()
+        if token in UNARY:
+            return _wrapped(int(UNARY[token](self.unary())))
+        if token in ("++", "--"):
+            name = self.take()
+            return self.set(name, self.value_of(name) + (1 if token == "++" else -1))
         if token == "(":
-            tree = self.comma()
+            value = self.ternary()
             self.take(")")
-            return tree
-        if re.fullmatch(r"[A-Za-z_]\w*", token):
-            return token
-        return _number(token, self.text)
+            return value
+        if not re.fullmatch(r"[A-Za-z_]\w*", token):
+            return self.number(token)
+        sign = self.peek()
+        if sign in ("++", "--"):
+            self.take()
+            value = self.value_of(token)
+            self.set(token, value + (1 if sign == "++" else -1))
+            return value
+        if sign == "=" or re.fullmatch(r"[-+*/%]=", sign):
+            self.take()
+            right = self.ternary()
+            change = next((level[sign[0]] for level in LEVELS if sign[0] in level), None)
+            return self.set(token, change(self.value_of(token), right) if change else right)
+        return self.value_of(token)
 
+    def value_of(self, name: str) -> int:
+        if not self.is_taken:
+            return 0
+        return evaluate(self.read(name) or "0", self.read, self.write, self.depth + 1)
 
-def _number(token: str, text: str) -> int:
-    try:
-        if "#" in token:
-            base, _, digits = token.partition("#")
-            return int(digits, int(base))
-        if token[:2] in ("0x", "0X"):
-            return int(token, 16)
-        return int(token, 8 if token.startswith("0") and len(token) > 1 else 10)
-    except ValueError:
-        raise ArithmeticFailure(
-            f"{text.strip()!r} is not an integer expression (at {token!r})"
-        ) from None
-
-
-def _value(tree: Any, read: Read, write: Write, depth: int) -> int:
-    if isinstance(tree, int):
-        return tree
-    if isinstance(tree, str):
-        return evaluate(read(tree) or "0", read, write, depth + 1)
-    operator, *parts = tree
-    if operator == "=":
-        value = _value(parts[1], read, write, depth)
-        write(parts[0], str(value))
+    def set(self, name: str, value: int) -> int:
+        if self.is_taken:
+            self.write(name, str(_wrapped(value)))
         return value
-    if operator == "after":
-        value = _value(parts[0], read, write, depth)
-        write(parts[0], str(value + (1 if parts[1] == "+" else -1)))
-        return value
-    first = _value(parts[0], read, write, depth)
-    if operator == "?":
-        return _value(parts[1] if first else parts[2], read, write, depth)
-    if operator in ("&&", "||"):
-        taken = bool(first) == (operator == "&&")
-        return int(bool(_value(parts[1], read, write, depth))) if taken else int(bool(first))
-    if operator.startswith("unary"):
-        return _wrapped({"+": first, "-": -first, "!": int(not first), "~": ~first}[operator[-1]])
-    return _wrapped(_applied(operator, first, _value(parts[1], read, write, depth)))
+
+    def number(self, token: str) -> int:
+        try:
+            is_octal = token.startswith("0") and token.isdigit() and len(token) > 1
+            return int(token, 8 if is_octal else 0)
+        except ValueError:
+            message = f"{self.text!r} is not an integer expression (at {token!r})"
+            raise ArithmeticFailure(message) from None
 
 
-def _applied(operator: str, a: int, b: int) -> int:
-    if operator in ("/", "%"):
-        if b == 0:
-            raise ArithmeticFailure(f"{a} {operator} 0: division by zero")
-        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-        return quotient if operator == "/" else a - b * quotient
-    if operator == "**":
-        if b < 0:
-            raise ArithmeticFailure(f"{a} ** {b}: negative exponent")
-        return pow(a, b, 1 << 64)
-    if operator in ("<<", ">>"):
-        return a << (b & 63) if operator == "<<" else a >> (b & 63)
-    return int(
-        {
-            **{"+": a + b, "-": a - b, "*": a * b, "&": a & b, "|": a | b, "^": a ^ b, ",": b},
-            **{"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b},
-        }[operator]
-    )
+def _divided(a: int, b: int) -> tuple[int, int]:
+    """Return quotient and remainder, rounded toward zero."""
+    if b == 0:
+        raise ArithmeticFailure(f"{a} / 0: division by zero")
+    quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    return quotient, a - b * quotient
 
 
 def _wrapped(value: int) -> int:
     """Wrap to 64 bits, as bash does."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)

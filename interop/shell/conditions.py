@@ -7,12 +7,12 @@ from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
 from interop.shell.scope import Scope, ShellError, marks_of
-from interop.shell.syntax import regex_of
-from interop.shell.words import number, pieces, scalar
+from interop.shell.words import number, pieces, regex_of, scalar
 
 NESTED = ("unary_expression", "binary_expression", "parenthesized_expression")
 NUMERIC = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
-COMPARING = ("=", "==", "!=", "=~", "<", ">", *NUMERIC, "-ef", "-nt", "-ot")
+OF_MACHINE = ("=~", "-ef", "-nt", "-ot")  # depend on files, or are regular expressions
+COMPARING = ("=", "==", "!=", "<", ">", *NUMERIC, *OF_MACHINE)
 UNARY = re.compile(r"-[a-zA-Z]")
 
 
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
 
 def leaves(node: Any, source: bytes) -> list[str]:
     """Return the source of the operands and operators between the brackets."""
-    found = []
+    found: list[str] = []
     for child in node.children:
         if child.type in NESTED:
             found += leaves(child, source)
@@ -39,9 +39,9 @@ def leaves(node: Any, source: bytes) -> list[str]:
 
 def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:
     """Evaluate the tokens between `[` and `]`, or between `[[` and `]]`."""
-    reader = _Tests(tokens, scope, is_double)
-    verdict = reader.either()
-    if reader.at < len(tokens):
+    reader = _Tests(list(tokens), scope, is_double)
+    verdict = reader.any_of()
+    if reader.tokens:
         raise ShellError(f"{scope.origin}: cannot parse the test {' '.join(tokens)!r}")
     return verdict
 
@@ -51,23 +51,21 @@ class _Tests:
 
     def __init__(self, tokens: list[str], scope: Scope, is_double: bool) -> None:
         self.tokens, self.scope, self.is_double = tokens, scope, is_double
-        self.at = 0
 
     def peek(self, ahead: int = 0) -> str:
-        return self.tokens[self.at + ahead] if self.at + ahead < len(self.tokens) else ""
+        return self.tokens[ahead] if len(self.tokens) > ahead else ""
 
     def take(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1]
+        return self.tokens.pop(0)
 
-    def either(self) -> Verdict:
-        verdict = self.both()
+    def any_of(self) -> Verdict:
+        verdict = self.all_of()
         while self.peek() in ("||", "-o"):
             self.take()
-            verdict = combined(verdict, self.both(), deciding=True)
+            verdict = combined(verdict, self.all_of(), deciding=True)
         return verdict
 
-    def both(self) -> Verdict:
+    def all_of(self) -> Verdict:
         verdict = self.one()
         while self.peek() in ("&&", "-a"):
             self.take()
@@ -75,23 +73,23 @@ class _Tests:
         return verdict
 
     def one(self) -> Verdict:
-        if self.peek() == "!" and len(self.tokens) > self.at + 1:
+        if self.peek() == "!" and len(self.tokens) > 1:
             self.take()
             return self.one().negated()
         if self.peek() == "(":
             self.take()
-            verdict = self.either()
+            verdict = self.any_of()
             self.take()
             return verdict
-        if not self.peek():
+        if not self.tokens:
             return Verdict(False)
         if self.peek(1) in COMPARING:
-            return self.compared(self.take(), self.take(), self.take() if self.peek() else "''")
+            return self.compared(self.take(), self.take(), self.take() if self.tokens else "''")
         if UNARY.fullmatch(self.peek()) and self.peek(1) not in ("", "&&", "||", "-a", "-o", ")"):
             return self.unary(self.take(), self.take())
-        return self.filled(self.take())
+        return self.filled(self.take(), True)
 
-    def filled(self, source: str, is_wanted: bool = True) -> Verdict:
+    def filled(self, source: str, is_wanted: bool) -> Verdict:
         text = scalar(source, self.scope)
         marks = marks_of(text)
         return Verdict(None, marks) if marks == text != "" else Verdict(bool(text) == is_wanted)
@@ -110,29 +108,20 @@ class _Tests:
         return verdict_of(self.scope.mark(f"[ {test} ]", "a test on the machine, true or false"))
 
     def compared(self, left: str, operator: str, right: str) -> Verdict:
-        if operator in ("-ef", "-nt", "-ot"):
+        if operator in OF_MACHINE:
             return self.asked(f"{left} {operator} {right}")
-        a = scalar(left, self.scope)
-        glob = [piece for piece in pieces(right, self.scope) if piece.kind != "break"]
-        b = "".join(piece.text for piece in glob)
+        pattern = [piece for piece in pieces(right, self.scope) if piece.kind != "break"]
+        a, b = scalar(left, self.scope), "".join(piece.text for piece in pattern)
         if operator in NUMERIC:
             a, b = (number(self.scope, text) for text in (a, b))
         if marks := marks_of(a + b):
             return Verdict(None, marks)
         if operator in NUMERIC:
             return Verdict(NUMERIC[operator](int(a), int(b)))
-        if operator == "=~":
-            return self.searched(b, a)
         if operator in "<>":
             return Verdict(a < b if operator == "<" else a > b)
-        is_equal = bool(re.fullmatch(regex_of(glob), a, re.DOTALL)) if self.is_double else a == b
+        is_equal = bool(re.fullmatch(regex_of(pattern), a)) if self.is_double else a == b
         return Verdict(is_equal == (operator != "!="))
-
-    def searched(self, expression: str, text: str) -> Verdict:
-        try:
-            return Verdict(bool(re.search(expression, text)))
-        except re.error:
-            return self.asked(f"{text} =~ {expression}")
 
 
 def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:
@@ -146,8 +135,4 @@ def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:
 
 def verdict_of(text: str) -> Verdict:
     """Return the verdict for a mark, or for the answer that --set-env gave instead."""
-    return (
-        Verdict(None, text)
-        if marks_of(text)
-        else Verdict(text.lower() in ("1", "true", "yes", "0") and text != "0")
-    )
+    return Verdict(None, text) if marks_of(text) else Verdict(text.lower() in ("1", "true", "yes"))

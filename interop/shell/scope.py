@@ -120,21 +120,20 @@ class Scope:
         text = self.text_of(name)
         return self.mark(name, UNSET) if text is None else text
 
+    def items_of(self, name: str) -> dict[str, Word]:
+        """Return the items of an array; a text is its first item."""
+        value = self.variables.get(name)
+        if isinstance(value, dict):
+            return dict(value)
+        return {} if value is None else {"0": value}
+
     def assign(self, name: str, text: str, index: str | None = None) -> None:
         """Set a variable or one array item."""
         word = Word(text, self.origin)
         if index is None and not isinstance(self.variables.get(name), dict):
             self.variables[name] = word
             return
-        current = self.variables.get(name)
-        items = (
-            dict(current)
-            if isinstance(current, dict)
-            else {}
-            if current is None
-            else {"0": current}
-        )
-        self.variables[name] = {**items, index or "0": word}
+        self.variables[name] = {**self.items_of(name), index or "0": word}
 
 
 def joined_marks(numbers: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
+import fnmatch
+import glob
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from interop.shell.arithmetic import ArithmeticFailure, evaluate
 from interop.shell.scope import (
@@ -17,15 +19,48 @@ from interop.shell.scope import (
     joined_marks,
     marks_of,
 )
-from interop.shell.syntax import BREAK, Piece, braces, closing_quote, end_of, regex_of
 
+NOT_READ = "bash that is not read here"
 NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 BLANKS = re.compile(r"[ \t\n]+|[^ \t\n]+")
+PLAIN = re.compile(r"[^\\'\"$`]+")
+BRACE_LIST = re.compile(r"\{(?:([^{}\s]*,[^{}\s]*)|(-?\d+)\.\.(-?\d+))\}")
 BRACED = re.compile(
-    r"(?P<length>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^]]*\])?"
-    r"(?P<operator>:[-=?+]|[-=?+]|##?|%%?|//|/#|/%|/|\^\^?|,,?|@|:)?(?P<operand>.*)",
+    r"(?P<length>#(?=[\w@*]))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^]]*\])?"
+    r"(?P<operator>:[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:)?(?P<operand>.*)",
     re.DOTALL,
 )
+
+
+class Piece(NamedTuple):
+    """A part of a word: "literal" (unquoted), "quoted", "split" (from an unquoted expansion), or
+    "break".
+    """
+
+    text: str
+    kind: str
+    origin: str | None = None
+
+
+def end_of(text: str, start: int, close: str) -> int:
+    """Return the index of the bracket or quote that closes the one before `start`."""
+    at = start
+    while at < len(text) and text[at] != close:
+        if text[at] == "\\":
+            at += 2
+        elif text[at] == '"' or text.startswith(("${", "$("), at):
+            width = 1 if text[at] == '"' else 2
+            inner = {'"': '"', "{": "}", "(": ")"}[text[at + width - 1]]
+            at = end_of(text, at + width, inner) + 1
+        elif text[at] == "'" and close == ")":
+            at = text.find("'", at + 1) + 1 or len(text)
+        elif text[at] == "(" and close == ")":
+            at = end_of(text, at + 1, ")") + 1
+        else:
+            at += 1
+    if at >= len(text):
+        raise ShellError(f"{text[:60]!r} has no closing {close}")
+    return at
 
 
 def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = False) -> list[Piece]:
@@ -36,42 +71,32 @@ def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = Fa
     bare = "quoted" if quoted else "literal"
     at = 0
     while at < len(text):
-        rest = text[at:]
-        if rest[0] == "\\":
+        char = text[at]
+        if match := PLAIN.match(text, at):
+            found.append(Piece(match.group(), bare))
+            at = match.end()
+        elif char == "\\":
+            after = text[at + 1 : at + 2]
+            kept = "\\" if not after or (quoted and after not in '$`"\\\n') else ""
+            if after != "\n":
+                found.append(Piece(kept + after, "quoted"))
             at += 2
-            if len(rest) == 1:
-                found.append(Piece("\\", bare))
-            elif rest[1] != "\n":
-                kept = "\\" if quoted and rest[1] not in '$`"\\' else ""
-                found.append(Piece(kept + rest[1], "quoted"))
-        elif rest.startswith(('"', '$"')) and not is_document and not (quoted and rest[0] == "$"):
-            begin = at + rest.index('"') + 1
-            at = end_of(text, begin, '"') + 1
-            inner = pieces(text[begin : at - 1], scope, quoted=True)
-            found.extend(inner or ([Piece("", "quoted")] if begin == at - 1 else []))
-        elif rest[0] == "'" and not quoted:
-            end = closing_quote(text, at)
+        elif char == '"' and not is_document:
+            end = end_of(text, at + 1, '"')
+            found += pieces(text[at + 1 : end], scope, quoted=True) or [Piece("", "quoted")]
+            at = end + 1
+        elif char == "'" and not quoted:
+            if (end := text.find("'", at + 1)) < 0:
+                raise ShellError(f"{scope.origin}: {text[at:][:60]!r} has no closing quote")
             found.append(Piece(text[at + 1 : end], "quoted"))
             at = end + 1
-        elif rest.startswith("$'") and not quoted:
-            closing = re.compile(r"(?:[^\\']|\\.)*'", re.DOTALL).match(text, at + 2)
-            if closing is None:
-                raise ShellError(f"{scope.origin}: {rest[:60]!r} has no closing quote")
-            found.append(Piece(_ansi(closing.group()[:-1]), "quoted"))
-            at = closing.end()
-        elif rest[0] in "$`":
+        elif char in "$`":
             at, expanded = _expansion(text, at, scope, quoted)
-            found.extend(expanded)
+            found += expanded
         else:
-            found.append(Piece(rest[0], bare))
+            found.append(Piece(char, bare))
             at += 1
     return found
-
-
-def _ansi(text: str) -> str:
-    """Decode the text between $' and '."""
-    known = re.sub(r"\\([?\"'])", r"\1", text.replace("\\e", "\x1b").replace("\\E", "\x1b"))
-    return codecs.decode(known.encode("latin-1", "backslashreplace"), "unicode_escape")
 
 
 def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, list[Piece]]:
@@ -89,57 +114,52 @@ def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, lis
             return end, [Piece(number(scope, source[3:-2]), kind)]
         return end, [Piece(scope.substituted(source), kind)]
     if text.startswith("${", at):
-        end = end_of(text, at + 2, "}", quoted)
+        end = end_of(text, at + 2, "}")
         return end + 1, list(_braced(text[at + 2 : end], scope, quoted))
     if match := NAME.match(text, at + 1):
         return match.end(), list(_braced(match.group(), scope, quoted))
+    if not quoted and text[at + 1 : at + 2] in ("'", '"'):
+        return len(text), [Piece(scope.mark(text[at:], NOT_READ), kind)]
     return at + 1, [Piece("$", "quoted" if quoted else "literal")]
 
 
 def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
     """Yield the pieces of `${source}`."""
     match = BRACED.fullmatch(source)
-    if match is None:
-        raise ShellError(f"{scope.origin}: cannot parse ${{{source}}}")
+    if match is None or (match["operand"] and match["operator"] is None):
+        yield Piece(scope.mark(f"${{{source}}}", NOT_READ), "quoted" if quoted else "split")
+        return
     name, operator, operand = match["name"], match["operator"], match["operand"]
     index = match["index"][1:-1] if match["index"] else None
-    if match["indirect"]:
-        target = scope.need(name)
-        if index in EVERY_ITEM or marks_of(target) or not NAME.fullmatch(target):
-            yield Piece(
-                marks_of(target) or scope.mark(f"${{{source}}}", "not supported here"), "quoted"
-            )
-            return
-        name = target
-    if operand and operator is None:
-        raise ShellError(f"{scope.origin}: cannot parse ${{{source}}}")
     is_every = name in EVERY_ITEM or index in EVERY_ITEM
     words = _words_of(scope, name, index)
     if match["length"]:
-        many = is_every and words is not None
         text = words[0].text if words else scope.need(name)
-        yield Piece(str(len(words or ())) if many else marks_of(text) or str(len(text)), "quoted")
+        is_count = is_every and words is not None
+        length = str(len(words or ())) if is_count else marks_of(text) or str(len(text))
+        yield Piece(length, "quoted")
         return
-    if operator and operator.lstrip(":") in ("-", "=", "?", "+") and operator != ":":
+    if operator and operator[-1] in "-=?+":
         yield from _defaulted(scope, name, words, operator, operand, quoted)
         return
     if words is None:
         words = [Word(scope.mark(name, UNSET), scope.origin)]
     if operator == ":":
-        changed = _slice(words, operand, scope, name if is_every else None)
-    else:
-        changed = [
+        words = _slice(words, operand, scope, name if is_every else None)
+    elif operator:
+        words = [
             word._replace(text=_changed(word.text, operator, operand, scope)) for word in words
         ]
-    yield from _emitted(changed, quoted, is_every, "*" in (name, index))
+    yield from _emitted(words, quoted, is_every, "*" in (name, index))
 
 
 def _words_of(scope: Scope, name: str, index: str | None) -> list[Word] | None:
     """Return the texts of a variable, several for a whole array; None if it is not set."""
     value = scope.look_up(name)
     if name in EVERY_ITEM or index in EVERY_ITEM:
-        items = value if isinstance(value, dict) else {} if value is None else {"0": value}
-        return list(items.values()) if items or value is not None else None
+        if value is None:
+            return None
+        return list(value.values()) if isinstance(value, dict) else [value]
     text = scope.text_of(name, None if index is None else index_of(scope, name, index))
     if text is None:
         return [Word("", scope.origin)] if isinstance(value, dict) else None
@@ -150,9 +170,9 @@ def _emitted(words: list[Word], quoted: bool, is_every: bool, is_joined: bool) -
     if quoted and is_joined:
         yield Piece(" ".join(word.text for word in words), "quoted")
         return
-    for number, word in enumerate(words):
-        if number:
-            yield BREAK
+    for place, word in enumerate(words):
+        if place:
+            yield Piece("", "break")
         yield Piece(word.text, "quoted" if quoted else "split", word.origin if is_every else None)
 
 
@@ -162,22 +182,19 @@ def _defaulted(
     """Expand `${X:-y}`, `${X:=y}`, `${X:?y}` and `${X:+y}`, with or without the colon."""
     joined = " ".join(word.text for word in words or ())
     is_missing = not words or (operator.startswith(":") and not joined)
-    alternative = operator.endswith("+")
-    if alternative and marks_of(joined) == joined != "":
+    wants_set = operator.endswith("+")
+    if wants_set and marks_of(joined) == joined != "":
         yield Piece(joined, "quoted")
-    elif alternative != is_missing:
-        if operator.endswith("?"):
-            yield Piece(scope.mark(name, UNSET), "quoted")
-            return
+    elif operator.endswith("?") and is_missing:
+        yield Piece(scope.mark(name, UNSET), "quoted")
+    elif wants_set != is_missing:
         found = pieces(operand, scope, quoted)
         if operator.endswith("="):
             scope.assign(name, "".join(piece.text for piece in found))
-        yield from (
-            piece._replace(kind="split") if piece.kind == "literal" else piece for piece in found
-        )
-        if not found:
-            yield Piece("", "quoted" if quoted else "split")
-    elif alternative:
+        for piece in found or [Piece("", "literal")]:
+            bare = "quoted" if quoted else "split"
+            yield piece._replace(kind=bare) if piece.kind == "literal" else piece
+    elif wants_set:
         yield Piece("", "quoted" if quoted else "split")
     else:
         yield from _emitted(words or [], quoted, len(words or ()) > 1 or name in EVERY_ITEM, False)
@@ -185,81 +202,70 @@ def _defaulted(
 
 def _slice(words: list[Word], operand: str, scope: Scope, array: str | None) -> list[Word]:
     """Expand `${X:from:count}` for a text or an array."""
-    offset_text, _, count_text = operand.partition(":")
-    numbers = [number(scope, part) for part in (offset_text, *([count_text] if _ else []))]
-    if marks := marks_of("".join(numbers) + ("" if array else words[0].text if words else "")):
+    numbers = [number(scope, part) for part in operand.split(":")]
+    if marks := marks_of("".join(numbers) + ("" if array or not words else words[0].text)):
         return [Word(marks, scope.origin)]
-    offset, count = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else None
+    start, count = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else None
     if array is not None:
         items = [Word(scope.name, scope.origin), *words] if array in EVERY_ITEM else words
-        start = max(offset + len(items), 0) if offset < 0 else offset
+        start = max(start + len(items), 0) if start < 0 else start
         return items[start:] if count is None else items[start : start + count]
     text = words[0].text if words else ""
-    if -offset > len(text):
+    if -start > len(text):
         return [Word("", scope.origin)]
-    start = offset + len(text) if offset < 0 else offset
+    start = start + len(text) if start < 0 else start
     end = len(text) if count is None else count + len(text) if count < 0 else start + count
     return [Word(text[start:end], scope.origin)]
 
 
-def _changed(text: str, operator: str | None, operand: str, scope: Scope) -> str:
+def _changed(text: str, operator: str, operand: str, scope: Scope) -> str:
     """Apply a prefix or suffix removal, a replacement, or a case change to a text."""
-    if not operator or operator == "@":
-        return text if not operator else scope.mark(f"${{...@{operand}}}", "not supported here")
     if operator[0] in "^,":
         change = str.upper if operator[0] == "^" else str.lower
         known = text if len(operator) == 2 else text[:1]
         return marks_of(text) or change(known) + text[len(known) :]
-    separator = (
-        next((at for at in _slashes(operand)), len(operand)) if operator[0] == "/" else len(operand)
-    )
-    glob = [piece for piece in pieces(operand[:separator], scope) if piece.kind != "break"]
-    if marks := marks_of(text + "".join(piece.text for piece in glob)):
+    pattern, _, replacement = operand.partition("/") if operator[0] == "/" else (operand, "", "")
+    if operator[0] == "/" and (re.search(r"['\"\\{]", operand) or pattern[:1] in ("", "#", "%")):
+        return scope.mark(f"${{...{operator}{operand}}}", NOT_READ)
+    expression = regex_of(pieces(pattern, scope))
+    new = scalar(replacement, scope)
+    if marks := marks_of(text + expression + new):
         return marks
-    expression = regex_of(glob)
-    if operator[0] in "#%":
-        return _trimmed(text, operator, expression)
-    new = "".join(piece.text for piece in pieces(operand[separator + 1 :], scope))
-    anchored = {"/#": f"^(?:{expression})", "/%": f"(?:{expression})$"}.get(operator, expression)
-    if not glob:
-        return text
-    return re.sub(
-        anchored,
-        lambda found: new if found.group() or not text else "",
-        text,
-        count=0 if operator == "//" else 1,
-        flags=re.DOTALL,
-    )
-
-
-def _slashes(operand: str) -> Iterator[int]:
-    """Yield the positions of unquoted `/`, which separate a pattern from its replacement."""
-    at = 1 if operand.startswith("/") else 0
-    while at < len(operand):
-        if operand[at] == "\\":
-            at += 2
-        elif operand[at] in "'\"":
-            at = closing_quote(operand, at) + 1
-        elif operand.startswith("${", at):
-            at = end_of(operand, at + 2, "}") + 1
-        else:
-            if operand[at] == "/":
-                yield at
-            at += 1
-
-
-def _trimmed(text: str, operator: str, expression: str) -> str:
+    if operator[0] == "/":
+        return re.sub(expression, lambda _: new, text, count=0 if operator == "//" else 1)
     lengths = range(len(text) + 1) if len(operator) == 1 else range(len(text), -1, -1)
     for length in lengths:
         part = text[:length] if operator[0] == "#" else text[len(text) - length :]
-        if re.fullmatch(expression, part, re.DOTALL):
+        if re.fullmatch(expression, part):
             return text[length:] if operator[0] == "#" else text[: len(text) - length]
     return text
 
 
+def regex_of(found: list[Piece]) -> str:
+    """Convert a glob to a regular expression; quoted parts match literally."""
+    return fnmatch.translate(
+        "".join(
+            glob.escape(piece.text) if piece.kind == "quoted" else piece.text for piece in found
+        )
+    ).removesuffix(r"\Z")
+
+
 def fields(source: str, scope: Scope) -> list[Word]:
     """Return the words that bash expands one word's source to."""
-    return [word for text in braces(source) for word in _split(pieces(text, scope), scope.origin)]
+    match = BRACE_LIST.search(source)
+    if match is not None and not re.search(r"['\"\\]|\$[({]", source):
+        before, after = source[: match.start()], source[match.end() :]
+        items = match[1].split(",") if match[1] else map(str, _numbers(match[2], match[3]))
+        return [word for item in items for word in fields(f"{before}{item}{after}", scope)]
+    found = pieces(source, scope)
+    if BRACE_LIST.search("".join(each.text if each.kind == "literal" else "x" for each in found)):
+        return [Word(scope.mark(source, NOT_READ), scope.origin)]
+    return list(_split(found, scope.origin))
+
+
+def _numbers(first: str, last: str) -> range:
+    step = 1 if int(first) <= int(last) else -1
+    return range(int(first), int(last) + step, step)
 
 
 def _split(found: list[Piece], origin: str) -> Iterator[Word]:

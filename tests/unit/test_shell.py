@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interop.shell import Script, ShellError, marks_of, read_script, shown
-from interop.shell.commands import parsed
 from interop.shell.scope import UNSET
+from interop.shell.walk import parsed
+from interop.shell.words import NOT_READ
 
 VALUES = ("", "1", "12", "a b", "x.tar.gz", "p/q/r", "True", "-3", "é中", "A*b")
 VALUE = st.sampled_from(VALUES)
@@ -132,7 +133,7 @@ def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
         if commands[-1:] == [["end"]]:
             script = read_script(text, "made.sh", {})
             if not any(
-                unknown.why == UNSET for unknown in script.unknowns
+                unknown.why in (UNSET, NOT_READ) for unknown in script.unknowns
             ):  # bash takes it as empty
                 assert shows(script) == commands, text
 
@@ -175,6 +176,13 @@ def words_of(text: str, **given: str) -> list[str]:
         ),
         ("false && exit\n[ 1 = 2 ] || echo yes", ["echo", "yes"]),
         ("uv sync || exit 1\necho on", ["echo", "on"]),
+        (
+            "R=/d; N=q\nA=$R/models/$N/hf\necho $A path=$R/m/$N/hf",
+            ["echo", "/d/models/q/hf", "path=/d/m/q/hf"],
+        ),
+        ("echo a.{b,c.d}=1 n{1..2}", ["echo", "a.b=1", "a.c.d=1", "n1", "n2"]),
+        ("echo $'a' b", ["echo", "$'a'", "b"]),
+        ("echo last \\\n", ["echo", "last"]),
     ],
 )
 def test_unknown_values_are_carried_along(text: str, words: list[str]) -> None:
@@ -223,7 +231,7 @@ U=3 python -m x \\
         ("x=1\necho $((1.5 * 2))", "run.sh:2: '1.5 \\* 2' is not an integer expression"),
         ("echo $((4 / 0))", "run.sh:1: 4 / 0: division by zero"),
         ("if x; then\necho", "run.sh:1: cannot parse 'if x; then' as bash"),
-        ("f() { f; }\nf", "f recurses more than"),
+        ("f() { f; }\nf", "run.sh:1: nested more than 20 times"),
     ],
 )
 def test_bash_errors_are_reported_with_the_line(text: str, message: str) -> None:

@@ -1,0 +1,600 @@
+"""Walk a bash script from its first statement to its last without executing it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from interop.shell.conditions import Verdict, judge, leaves, verdict_of
+from interop.shell.scope import MARK, OUTPUT, Scope, ShellError, Unknown, Word, marks_of, shown
+from interop.shell.words import fields, index_of, number, pieces, regex_of, scalar
+
+SUCCESS = "a command's success"
+MAX_DEPTH, MAX_ITERATIONS = 20, 1000
+SHELLS = ("bash", "sh", "zsh")
+# Commands assumed to succeed before `&&` and `||`.
+SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep", "source", "."}
+SUCCEEDING |= {"wait"}
+NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
+COMMENT_OF_A_LIST = re.compile(rb"(?m)(?<=[ \t])`#[^`\n]*`(?=[ \t]*\\?$)")
+LAST_BACKSLASH = re.compile(r"\\\s*\Z")
+READ_HERE = ("arithmetic_expansion", "expansion", "command_substitution", "string")
+NAME = re.compile(r"[A-Za-z_]\w*")
+Body = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a script: its words, environment, origin, and the conditions it depends on."""
+
+    words: tuple[Word, ...]
+    environment: dict[str, str]
+    origin: str
+    conditions: tuple[str, ...] = ()
+
+
+@dataclass
+class Script:
+    """The commands of a script in order, here-documents by path, unknown values, and notes."""
+
+    name: str
+    commands: list[Command] = field(default_factory=list)
+    documents: dict[str, Word] = field(default_factory=dict)
+    unknowns: list[Unknown] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    started: set[str] = field(default_factory=set)  # other scripts that it runs or sources
+    ends: str | None = None  # where `exit` ends it
+
+
+class Leave(Exception):
+    """Leaves a script, a function or a loop: `how` is the command."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+def read_script(
+    text: str, name: str, given: Mapping[str, str], others: Mapping[str, str] | None = None
+) -> Script:
+    """Return what a script does as far as its text tells; `others` are scripts that it may start.
+
+    `given` holds the --set-env variables. Raises ShellError with the line of a syntax error.
+    """
+    script = Script(name)
+    scope = Scope(name, dict(given), unknowns=script.unknowns, used=script.used, kept=script.kept)
+    numbers = sorted(int(key) for key in given if key.isdigit() and key != "0")
+    scope.positional = [Word(given[str(at)], f"--set-env {at}") for at in numbers]
+    script.used.update(map(str, numbers))
+    walk = Walk(script, scope, dict(others or {}))
+    try:
+        walk.text(text, is_file=True)
+    except Leave:
+        script.ends = walk.scope.origin
+    return script
+
+
+def parsed(source: bytes) -> tuple[Any, bytes]:
+    """Return the syntax tree of a script, and the source it was parsed from.
+
+    A backquoted comment among continued lines, `# ...`, is blanked: tree-sitter-bash reads it as a
+    command. tree-sitter-bash 0.25 merges the lines after `A=1 B=2` into the same command, so a
+    semicolon is inserted to separate them. If that does not help, the line is not valid bash.
+    """
+    import tree_sitter
+    import tree_sitter_bash
+
+    source = COMMENT_OF_A_LIST.sub(lambda match: b" " * len(match[0]), source)
+    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+    parted = set[int]()  # rows
+    while True:
+        root = parser.parse(source).root_node
+        ends = {row: at for row, at in _swallowed(root, source) if row not in parted}
+        if not ends:
+            return root, source
+        parted |= ends.keys()
+        places = [0, *sorted(ends.values()), None]
+        source = b";".join(source[start:end] for start, end in itertools.pairwise(places))
+
+
+def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (row, end byte) of words after which a command continues on the next line without a
+    backslash.
+    """
+    if node.type in ("command", "variable_assignments"):
+        words = [child for child in node.children if child.type != "comment"]
+        for word, following in itertools.pairwise(words):
+            if re.search(rb"(?<!\\)\n", source[word.end_byte : following.start_byte]):
+                yield word.end_point.row, word.end_byte
+    for child in node.children:
+        yield from _swallowed(child, source)
+
+
+class Walk:
+    """Walks statements and tracks variables. If a condition is unknown, walks both branches and
+    merges their states.
+    """
+
+    def __init__(self, script: Script, scope: Scope, others: dict[str, str]) -> None:
+        self.script, self.scope, self.others = script, scope, others
+        self.source = b""
+        self.is_file = False  # False for a text inside a file, such as the argument of `bash -c`
+        self.functions: dict[str, tuple[Any, bytes, bool]] = {}
+        self.conditions: tuple[str, ...] = ()
+        self.depth = 0
+        self.status = Verdict(True)
+
+    def text(self, text: str, is_file: bool = False) -> None:
+        """Walk a script, or the text of `bash -c`, which keeps the command's line number."""
+        root, source = parsed(LAST_BACKSLASH.sub("\n", text).encode())
+        with_error = functools.partial(self.refuse, root) if root.has_error else lambda: None
+
+        def body() -> None:
+            with_error()
+            self.block(root.children)
+
+        self.within(source, is_file, body)
+
+    def within(self, source: bytes, is_file: bool, body: Body) -> None:
+        """Walk a text or a function."""
+        if self.depth >= MAX_DEPTH:
+            raise ShellError(f"{self.scope.origin}: nested more than {MAX_DEPTH} times")
+        before = self.source, self.is_file
+        self.source, self.is_file, self.depth = source, is_file, self.depth + 1
+        try:
+            body()
+        finally:
+            (self.source, self.is_file), self.depth = before, self.depth - 1
+
+    def refuse(self, node: Any) -> None:
+        """Raise ShellError for the first syntax error; `pieces` parses the insides of words."""
+        for child in node.children:
+            if child.is_missing or child.type == "ERROR":
+                line = self.of(child).strip().partition("\n")[0][:60]
+                raise ShellError(
+                    f"{self.at(child)}: cannot parse {line!r} as bash; remove or simplify the line"
+                )
+            is_inside = child.type in READ_HERE or self.of(child).startswith("((")
+            if child.has_error and not is_inside:
+                self.refuse(child)
+
+    def of(self, node: Any) -> str:
+        return self.source[node.start_byte : node.end_byte].decode()
+
+    def block(self, nodes: Iterable[Any]) -> None:
+        """Walk statements; comments, separators and keywords have no method and are skipped."""
+        for node in nodes:
+            method: Callable[[Any], None] | None = getattr(self, f"on_{node.type}", None)
+            if method is not None:
+                self.at(node)
+                self.status = Verdict(True)
+                method(node)
+
+    def at(self, node: Any) -> str:
+        if self.is_file:
+            self.scope.line = node.start_point.row + 1
+        return self.scope.origin
+
+    # Assignments
+
+    def on_variable_assignment(self, node: Any) -> None:
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        name, index = self.of(target), None
+        if target.type == "subscript":
+            name = self.of(target.child_by_field_name("name"))
+            index = index_of(self.scope, name, self.of(target.child_by_field_name("index")))
+        is_added = any(child.type == "+=" for child in node.children)
+        if value is not None and value.type == "array":
+            self.assign_array(name, value, is_added)
+            return
+        text = "" if value is None else self.source[value.start_byte : node.end_byte].decode()
+        text = scalar(text, self.scope)
+        if is_added:
+            text = (self.scope.text_of(name, index) or "") + text
+        self.scope.assign(name, self.named(name, text), index)
+
+    def named(self, name: str, text: str) -> str:
+        """Return a text; if it depends on a command's output, a mark named after the variable."""
+        found = [self.scope.unknowns[int(each)] for each in MARK.findall(text)]
+        outputs = [unknown for unknown in found if unknown.why == OUTPUT]
+        return self.scope.mark(name, f"from {outputs[0].name}") if outputs else text
+
+    def assign_array(self, name: str, value: Any, is_added: bool) -> None:
+        items = self.scope.items_of(name) if is_added else {}
+        following = max((int(key) for key in items if key.isdigit()), default=-1) + 1
+        for child, source in self.sources(value.named_children):
+            self.at(child)
+            if keyed := re.match(r"\[([^]]+)\]=", source):
+                key = index_of(self.scope, name, keyed[1])
+                items[key] = Word(scalar(source[keyed.end() :], self.scope), self.scope.origin)
+                following = int(key) + 1 if key.isdigit() else following
+                continue
+            for word in fields(source, self.scope):
+                items[str(following)] = word
+                following += 1
+        self.scope.variables[name] = items
+
+    def on_variable_assignments(self, node: Any) -> None:
+        self.block(node.named_children)
+
+    def on_declaration_command(self, node: Any) -> None:
+        flags = "".join(self.of(child) for child in node.named_children if child.type == "word")
+        for child in node.named_children:
+            if child.type not in ("variable_assignment", "variable_name"):
+                if marks_of(scalar(self.of(child), self.scope)):
+                    note = f"sets variables from {self.of(child)}, which is unknown"
+                    self.script.notes.append(f"{self.at(child)}: {note}")
+                continue
+            name = re.split(r"[+=\[]", self.of(child), maxsplit=1)[0]
+            if "A" in flags:
+                self.scope.associative.add(name)
+            if child.type == "variable_assignment":
+                self.on_variable_assignment(child)
+            if self.of(node.children[0]) == "export" or "x" in flags:
+                self.scope.exported.add(name)
+
+    def on_unset_command(self, node: Any) -> None:
+        for child in node.named_children:
+            self.scope.variables.pop(self.of(child), None)
+
+    # Commands
+
+    def on_command(self, node: Any) -> None:
+        own: dict[str, str] = {}
+        words: list[Word] = []
+        for child, source in self.sources(node.named_children):
+            self.at(child)
+            if child.type == "variable_assignment":
+                name, _, value = source.partition("=")
+                own[name] = scalar(value, self.scope)
+            else:
+                words += fields(source, self.scope)
+        self.at(node)
+        if words:
+            self.run(words, own)
+        for name, text in () if words else own.items():
+            self.scope.assign(name, text)
+
+    def sources(self, nodes: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+        """Yield the words of a command or array; adjacent nodes without a blank are one word."""
+        found: list[tuple[Any, str, int]] = []
+        for child in nodes:
+            if child.type in NO_WORDS:
+                continue
+            gap = self.source[found[-1][2] : child.start_byte] if found else b" "
+            if gap.replace(b"\\\n", b""):
+                found.append((child, self.of(child), child.end_byte))
+            else:
+                first, source, _ = found.pop()
+                found.append((first, source + self.of(child), child.end_byte))
+        return ((child, source) for child, source, _ in found)
+
+    def run(self, words: list[Word], own: dict[str, str]) -> None:
+        """Apply a command's effect on the script's state; list all other commands."""
+        name, rest = words[0].text, [word.text for word in words[1:]]
+        match name:
+            case _ if name in self.functions:
+                self.call(name, words[1:])
+            case "exit" | "return" | "break" | "continue":
+                raise Leave(name)
+            case "exec" if rest:
+                self.run(words[1:], own)
+                raise Leave("exit")
+            case "shift":
+                count = int(rest[0]) if rest and rest[0].isdigit() else 1
+                self.scope.positional = self.scope.positional[count:]
+            case "set" if "--" in rest:
+                self.scope.positional = words[rest.index("--") + 2 :]
+            case "read" | "mapfile" | "readarray" | "getopts":
+                for variable in filter(NAME.fullmatch, rest):
+                    self.scope.assign(variable, self.scope.mark(variable, f"read by {name}"))
+            case "eval":
+                self.text(" ".join(rest))
+            case "true" | ":" | "false" | "exec" | "set":
+                self.status = Verdict(name != "false")
+            case "test" | "[":
+                self.status = self.tested(rest)
+            case _ if PurePosixPath(name).name in SHELLS and rest:
+                self.start(words, own)
+            case _:
+                self.keep(words, own)
+
+    def tested(self, texts: list[str]) -> Verdict:
+        """Return the verdict of `[`, whose words are expanded already."""
+        tokens = [shlex.quote(text) if " " in text or not text else text for text in texts]
+        return judge([token for token in tokens if token != "]"], self.scope, is_double=False)
+
+    def keep(self, words: list[Word], own: dict[str, str]) -> None:
+        """Record a command with its environment."""
+        name, origin = words[0].text, self.scope.origin
+        first = shown(words[1].text, self.scope.unknowns) if len(words) > 1 else ""
+        if name == "cd" and first:
+            self.script.notes.append(f"{origin}: cd {first}")
+            self.scope.assign("PWD", words[1].text)
+        elif name in ("source", ".") and first:
+            if (target := PurePosixPath(words[1].text).name) in self.others:
+                self.script.started.add(target)
+                self.text(self.others[target], is_file=True)
+                return
+            note = f"source {first}: not read; give it as another FILE"
+            self.script.notes.append(f"{origin}: {note}")
+        exported = {key: self.scope.text_of(key) for key in sorted(self.scope.exported)}
+        environment = {key: text for key, text in {**exported, **own}.items() if text is not None}
+        self.script.commands.append(Command(tuple(words), environment, origin, self.conditions))
+        if name not in SUCCEEDING:
+            text = " ".join(shown(word.text, self.scope.unknowns) for word in words)
+            self.status = verdict_of(self.scope.mark(text, SUCCESS))
+
+    def start(self, words: list[Word], own: dict[str, str]) -> None:
+        """Follow `bash -c TEXT`, or `bash other.sh` if the other script was given too."""
+        options = [word.text for word in words[1:] if word.text.startswith("-")]
+        rest = [word for word in words[1:] if not word.text.startswith("-")]
+        is_text = any("c" in option for option in options if not option.startswith("--"))
+        target = PurePosixPath(rest[0].text).name if rest else ""
+        if not rest or not (is_text or target in self.others):
+            self.keep(words, own)
+            return
+
+        def body() -> None:
+            self.scope.variables.update(
+                {key: Word(text, self.scope.origin) for key, text in own.items()}
+            )
+            self.scope.positional = rest[1:]
+            if is_text:
+                self.text(rest[0].text)
+                return
+            self.script.started.add(target)
+            self.scope.name = target
+            self.text(self.others[target], is_file=True)
+
+        self.apart(body)
+
+    def call(self, name: str, words: list[Word]) -> None:
+        """Call a function of the script; `local` variables stay set, which such scripts do not
+        depend on.
+        """
+        body, source, is_file = self.functions[name]
+        outer, self.scope.positional = self.scope.positional, words
+        try:
+            self.within(source, is_file, lambda: self.block(body.children))
+        except Leave as leave:
+            if leave.how != "return":
+                raise
+        finally:
+            self.scope.positional = outer
+
+    # Conditions
+
+    def verdict(self, nodes: Sequence[Any]) -> Verdict:
+        """Walk the statements; returns whether the last one succeeds."""
+        self.block(nodes)
+        return self.status
+
+    def choose(self, verdict: Verdict, test: str, yes: Body, no: Body) -> None:
+        """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then
+        ignored.
+        """
+        if verdict.value is not None:
+            (yes if verdict.value else no)()
+            return
+        before, conditions = self.scope, self.conditions
+        ends: list[Leave | None] = []
+        states: list[Scope] = []
+        for body, said in ((yes, test), (no, f"not {test}")):
+            self.scope, self.conditions = before.copy(), (*conditions, said)
+            try:
+                body()
+                ends.append(None)
+            except Leave as leave:
+                ends.append(leave)
+            states.append(self.scope)
+        self.conditions = conditions
+        for end, state in zip(ends, states, strict=True):
+            if end is not None and end.how == "break":  # a loop that waits for something
+                self.scope = state
+                raise end
+        staying = [state for end, state in zip(ends, states, strict=True) if end is None]
+        if not staying:
+            raise ends[0] or Leave("exit")
+        self.scope = merged(staying[0], staying[-1], verdict.marks)
+        self.scope.line = before.line
+
+    def on_list(self, node: Any) -> None:
+        left, operator, right = node.children[0], self.of(node.children[1]), node.children[-1]
+        verdict = self.verdict([left])
+        if operator == "||":
+            verdict = verdict.negated()
+        reached: list[Verdict] = []
+        self.choose(
+            verdict, self.of(left), lambda: reached.append(self.verdict([right])), lambda: None
+        )
+        if verdict.value is None:
+            self.status = Verdict(None, verdict.marks + "".join(end.marks for end in reached))
+        else:
+            self.status = reached[0] if reached else Verdict(operator == "||")
+
+    def on_test_command(self, node: Any) -> None:
+        if node.children[0].type == "((":
+            self.on_compound_statement(node)
+            return
+        tokens = leaves(node, self.source)[1:-1]
+        self.status = judge(tokens, self.scope, is_double=node.children[0].type == "[[")
+
+    def on_negated_command(self, node: Any) -> None:
+        self.status = self.verdict(node.named_children).negated()
+
+    def on_if_statement(self, node: Any) -> None:
+        self.branch(node)
+        self.status = Verdict(True)
+
+    def branch(self, node: Any, following: Sequence[Any] = ()) -> None:
+        """Walk an `if` or `elif` and the clauses after it."""
+        then = next(at for at, child in enumerate(node.children) if child.type == "then")
+        clauses = [
+            child for child in node.children if child.type in ("elif_clause", "else_clause")
+        ] or following
+        body = [child for child in node.children[then + 1 :] if child not in clauses]
+        test = node.children[1:then]
+
+        def otherwise() -> None:
+            if clauses and clauses[0].type == "elif_clause":
+                self.branch(clauses[0], clauses[1:])
+            elif clauses:
+                self.block(clauses[0].children)
+
+        said = " ".join(self.of(child) for child in test if child.is_named)
+        self.choose(self.verdict(test), said, lambda: self.block(body), otherwise)
+
+    def on_case_statement(self, node: Any) -> None:
+        value = scalar(self.of(node.child_by_field_name("value")), self.scope)
+        self.case(value, [child for child in node.children if child.type == "case_item"])
+
+    def case(self, value: str, items: Sequence[Any]) -> None:
+        if not items:
+            return
+        parts = items[0].children
+        bracket = next(at for at, child in enumerate(parts) if child.type == ")")
+        sources = [self.of(child) for child in parts[:bracket] if child.type not in ("(", "|")]
+        patterns = [regex_of(pieces(source, self.scope)) for source in sources]
+        verdict = Verdict(any(re.fullmatch(pattern, value) for pattern in patterns))
+        if marks_of(value) and "*" not in sources:
+            verdict = Verdict(None, marks_of(value))
+        said = f"{shown(value, self.scope.unknowns)} in {'|'.join(sources)}"
+        body = parts[bracket + 1 :]
+        self.choose(verdict, said, lambda: self.block(body), lambda: self.case(value, items[1:]))
+
+    # Groups, loops and functions
+
+    def on_pipeline(self, node: Any) -> None:
+        for child in node.named_children:
+            self.apart(functools.partial(self.block, [child]))
+        self.status = verdict_of(self.scope.mark(self.of(node), SUCCESS))
+
+    def on_subshell(self, node: Any) -> None:
+        self.apart(lambda: self.block(node.children))
+
+    def on_compound_statement(self, node: Any) -> None:
+        if node.children[0].type != "((":
+            self.block(node.children)
+            return
+        value = number(self.scope, self.of(node)[2:-2])
+        self.status = Verdict(None, value) if marks_of(value) else Verdict(value != "0")
+
+    def apart(self, body: Body) -> None:
+        """Walk statements in a copy of the state, as in a subshell."""
+        scope, self.scope = self.scope, self.scope.copy()
+        try:
+            body()
+        except Leave as leave:
+            if leave.how != "exit":
+                raise
+        finally:
+            self.scope = scope
+
+    def iterate(self, body: Any) -> bool:
+        """Walk one iteration of a loop; False if it breaks."""
+        try:
+            self.block(body.children)
+        except Leave as leave:
+            if leave.how not in ("break", "continue"):
+                raise
+            return leave.how == "continue"
+        return True
+
+    def on_for_statement(self, node: Any) -> None:
+        name = self.of(node.child_by_field_name("variable"))
+        values = node.children_by_field_name("value")
+        found = [fields(source, self.scope) for _, source in self.sources(values)]
+        for word in [*itertools.chain(*found)] if values else list(self.scope.positional):
+            self.scope.assign(name, self.named(name, word.text))
+            if not self.iterate(node.child_by_field_name("body")):
+                break
+
+    def on_c_style_for_statement(self, node: Any) -> None:
+        body = node.child_by_field_name("body")
+        head = self.source[node.start_byte : body.start_byte].decode()
+        first, condition, step = head[head.index("((") + 2 : head.rindex("))")].split(";")
+        number(self.scope, first)
+        for _ in range(MAX_ITERATIONS):
+            value = number(self.scope, condition or "1")
+            if value == "0" or not self.iterate(body) or marks_of(value):
+                break
+            number(self.scope, step)
+
+    def on_while_statement(self, node: Any) -> None:
+        body = node.child_by_field_name("body")
+        test = node.children[1 : node.children.index(body)]
+        for _ in range(MAX_ITERATIONS):
+            verdict = self.verdict(test)
+            if node.children[0].type == "until":
+                verdict = verdict.negated()
+            if verdict.value is None:
+                said = self.of(node).partition("\n")[0]
+                self.choose(verdict, said, functools.partial(self.iterate, body), lambda: None)
+            if not verdict.value or not self.iterate(body):
+                break
+        self.status = Verdict(True)
+
+    def on_function_definition(self, node: Any) -> None:
+        name = self.of(node.child_by_field_name("name"))
+        self.functions[name] = (node.child_by_field_name("body"), self.source, self.is_file)
+
+    # Here-documents
+
+    def on_redirected_statement(self, node: Any) -> None:
+        body = node.child_by_field_name("body")
+        if body is not None:
+            self.block([body])
+        for child in node.children:
+            if child.type == "heredoc_redirect":
+                self.document(node, body, child)
+
+    def document(self, node: Any, body: Any, heredoc: Any) -> None:
+        """Record a here-document under the path it is written to; walk it if a shell reads it."""
+        parts = {child.type: child for child in heredoc.children}
+        if "heredoc_body" not in parts:
+            return
+        text = self.of(parts["heredoc_body"])
+        if heredoc.children[0].type == "<<-":
+            text = re.sub(r"(?m)^\t+", "", text)
+        if not re.search(r"[\\'\"]", self.of(parts["heredoc_start"])):
+            found = pieces(text, self.scope, quoted=True, is_document=True)
+            text = "".join(piece.text for piece in found)
+        command = self.of(body).split() if body is not None else []
+        if len(command) == 1 and command[0] in SHELLS:
+            self.text(text)
+            return
+        written = [*heredoc.children, *node.children]
+        paths = [self.of(each.children[-1]) for each in written if each.type == "file_redirect"]
+        paths = command[-1:] if command[:1] == ["tee"] else paths
+        if paths:
+            path = scalar(paths[0], self.scope)
+            self.script.documents[path] = Word(text, self.at(parts["heredoc_body"]))
+
+
+def merged(a: Scope, b: Scope, marks: str) -> Scope:
+    """Merge the states after two branches; variables that differ become unknown, like the
+    condition.
+    """
+    scope = a.copy()
+    scope.exported |= b.exported
+    for name in {*a.variables, *b.variables}:
+        one, other = a.variables.get(name), b.variables.get(name)
+        if _texts(one) != _texts(other):
+            word = Word(marks, a.origin)
+            scope.variables[name] = {"0": word} if isinstance(one or other, dict) else word
+    return scope
+
+
+def _texts(value: Word | dict[str, Word] | None) -> Any:
+    if isinstance(value, dict):
+        return {key: word.text for key, word in value.items()}
+    return None if value is None else value.text
