@@ -227,91 +227,72 @@ def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list
 
 
 def _contradictions(config: ForeignConfig) -> dict[str, str]:
-    """Return, by key, why a setting contradicts another setting or a default of the trainer."""
-    if config.table.trainer != "verl":
-        return {}
-    return (
-        _kl_contradictions(config)
-        | _micro_batch_contradictions(config)
-        | _batch_contradictions(config)
-        | _placement_contradictions(config)
-    )
+    """Return, by key, why a setting contradicts another setting or a default of verl."""
+    found: dict[str, str] = {}
+    if config.table.trainer == "verl":
+        for keys, why in (
+            *_algorithm_contradictions(config),
+            *_micro_batch_contradictions(config),
+            *_batch_contradictions(config),
+        ):
+            found |= dict.fromkeys(keys, why)
+    return found
 
 
-def _kl_contradictions(config: ForeignConfig) -> dict[str, str]:
+Contradiction = tuple[tuple[str, ...], str]  # keys, and why
+
+
+def _algorithm_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
-    if config[in_loss] is not True or config[in_reward] is not True:
-        return {}
-    why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
-    return {in_loss: why, in_reward: why}
+    if config[in_loss] is True and config[in_reward] is True:
+        why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
+        yield (in_loss, in_reward), why
+    actor, ref, fsdp = f"{ACTOR}.strategy", f"{REF}.strategy", ("fsdp", "fsdp2")
+    are_set = config.is_set(actor) and config.is_set(ref)
+    if are_set and (config[actor] in fsdp) != (config[ref] in fsdp):
+        why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same "
+        yield (actor, ref), f"{why}strategy"
+    mode, path = "trainer.resume_mode", "trainer.resume_from_path"
+    if config[mode] == "resume_path" and config[path] is None:
+        yield (mode,), f"resume_path needs {path}, which is not set"
 
 
-def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
+def _micro_batch_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
     dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
-    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"]
+    sizes = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size")
     given = [name for name in sizes if config.is_set(name) and config[name] is not None]
     if len(given) == 2:
-        return dict.fromkeys(given, f"{given[0]} and {given[1]} are both set; keep one")
+        yield sizes, f"{given[0]} and {given[1]} are both set; keep one"
+        return
     if config[dynamic] is not True:
-        return {}
+        return
     if given and config.is_set(dynamic) and not config.is_set(tokens):
-        why = (
-            f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is "
-            "not set"
-        )
-        return {dynamic: why, given[0]: why}
+        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is "
+        yield (dynamic, given[0]), f"{why}not set"
+        return
     is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
-    ranks = (
-        config[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"]
-        or 1
-    )
+    sharing = "megatron.context" if is_megatron else "ulysses_sequence"
+    ranks = config[f"{ACTOR}.{sharing}_parallel_size"] or 1
     lengths = config["data.max_prompt_length"], config["data.max_response_length"]
     numbers = (config[tokens], ranks, *lengths)
-    if config.is_set(tokens) and all(type(number) is int for number in numbers):
-        room, longest = config[tokens] * ranks, sum(lengths)
-        if room < longest:
-            return {
-                tokens: f"{config[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
-                f"{-(-longest // ranks)}"
-            }
-    return {}
-
-
-def _batch_contradictions(config: ForeignConfig) -> dict[str, str]:
-    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-    sizes = config[step], config[mini]
-    if not (config.is_set(step) or config.is_set(mini)) or not all(
-        type(size) is int for size in sizes
-    ):
-        return {}
-    if sizes[0] >= sizes[1]:
-        return {}
-    why = f"{step}={sizes[0]} prompts per step are fewer than {mini}={sizes[1]} per optimizer step"
-    return {name: why for name in (step, mini) if config.is_set(name)}
-
-
-def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
-    found: dict[str, str] = {}
-    actor, ref = f"{ACTOR}.strategy", f"{REF}.strategy"
-    fsdp = ("fsdp", "fsdp2")
-    if (
-        config.is_set(actor)
-        and config.is_set(ref)
-        and (config[actor] in fsdp) != (config[ref] in fsdp)
-    ):
+    if not config.is_set(tokens) or not all(type(number) is int for number in numbers):
+        return
+    if config[tokens] * ranks < (longest := sum(lengths)):
         why = (
-            f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same "
-            "strategy"
+            f"{config[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
         )
-        found |= {actor: why, ref: why}
-    if (
-        config["trainer.resume_mode"] == "resume_path"
-        and config["trainer.resume_from_path"] is None
-    ):
-        found["trainer.resume_mode"] = (
-            "resume_path needs trainer.resume_from_path, which is not set"
+        yield (tokens,), f"{why}{-(-longest // ranks)}"
+
+
+def _batch_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
+    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+    batch, part = config[step], config[mini]
+    keys = tuple(name for name in (step, mini) if config.is_set(name))
+    if keys and type(batch) is int and type(part) is int and batch < part:
+        yield (
+            keys,
+            f"{step}={batch} prompts per step are fewer than {mini}={part} per optimizer step",
         )
-    return found
 
 
 def _implied(config: ForeignConfig) -> Iterator[Entry]:

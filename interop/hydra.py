@@ -214,7 +214,7 @@ def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[
                 (loader.construct_object(item, deep=True), item.start_mark.line + 1)
                 for item in node.value
             ]
-            return [_setting(str(item), f"{name}:{line}") for item, line in items]
+            return [setting_of(str(item), f"{name}:{line}") for item, line in items]
         if not isinstance(node, yaml.MappingNode):
             raise ForeignConfigError(
                 f"{name} has no keys: it is neither a mapping nor a list of overrides"
@@ -241,7 +241,8 @@ def _leaves(
             )
 
 
-def _setting(text: str, origin: str) -> Setting:
+def setting_of(text: str, origin: str) -> Setting:
+    """Return an override as a setting; raises ForeignConfigError with its origin."""
     try:
         override = parse_override(text)
     except ForeignConfigError as error:

@@ -1,17 +1,17 @@
-"""Read another trainer's bash scripts, YAML and Hydra overrides as settings. Nothing is executed."""
+"""Read another trainer's bash scripts, YAML and Hydra overrides as settings, executing nothing."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
-from interop.hydra import parse_override, settings_of_yaml
+from interop.hydra import parse_override, setting_of, settings_of_yaml
 from interop.shell import (
     Command,
     Script,
@@ -33,14 +33,13 @@ LIKE_OVERRIDE = re.compile(
 )
 CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 BUILT_IN = re.compile(r"(?:ppo|dapo)\w*trainer\w*(?:[-_]megatron)?\w*")
-MEGATRON = re.compile(r".*megatron.*")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^}]*))?\}")
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training command: its settings in order, its environment, and the conditions it depends on."""
+    """A training command: its settings in order, its environment and conditions."""
 
     origin: str
     command: str
@@ -132,26 +131,18 @@ def _is_override(text: str) -> bool:
 
 def overrides_of(text: str, name: str) -> list[Setting]:
     """Return the settings of a file with one Hydra override per line."""
-    lines = [
-        (number, line.strip().rstrip("\\").strip())
-        for number, line in enumerate(text.splitlines(), start=1)
-    ]
-    words = [
-        Word(line, f"{name}:{number}")
-        for number, line in lines
+    lines = [line.strip().rstrip("\\").strip() for line in text.splitlines()]
+    return [
+        _setting(Word(line, f"{name}:{number}"))
+        for number, line in enumerate(lines, start=1)
         if line and not line.startswith("#")
     ]
-    return [setting for word in words for setting in _setting(word)]
 
 
 def trainer_of(settings: Iterable[Setting]) -> str:
     """Return the trainer whose table has most of the keys."""
-    settings = list(settings)
-    known = {
-        name: sum(load(name).find(setting.key) is not None for setting in settings)
-        for name in TRAINERS
-    }
-    return max(TRAINERS, key=lambda name: known[name])
+    keys = [setting.key for setting in settings]
+    return max(TRAINERS, key=lambda name: sum(load(name).find(key) is not None for key in keys))
 
 
 def rows_of(settings: Iterable[Setting]) -> list[str]:
@@ -159,10 +150,6 @@ def rows_of(settings: Iterable[Setting]) -> list[str]:
     values = [setting.value for setting in settings if setting.key == "data.train_files"]
     last = values[-1] if values else []
     return [str(path) for path in (last if isinstance(last, list) else [last])]
-
-
-def _roots(trainer: str) -> set[str]:
-    return {name.partition(".")[0] for row in load(trainer).rows for name in row.names()}
 
 
 def _root(text: str) -> str:
@@ -175,16 +162,13 @@ def _of_scripts(
     given: Mapping[str, str],
     training: int | None,
 ) -> Reading:
-    read: list[Script] = []
-    for name, text in scripts.items():
-        try:
-            read.append(
-                read_script(
-                    text, name, given, {key: each for key, each in scripts.items() if key != name}
-                )
-            )
-        except ShellError as error:
-            raise ForeignConfigError(str(error)) from None
+    try:
+        read = [
+            read_script(text, name, given, {key: scripts[key] for key in scripts if key != name})
+            for name, text in scripts.items()
+        ]
+    except ShellError as error:
+        raise ForeignConfigError(str(error)) from None
     started = {name for script in read for name in script.started}
     read = [script for script in read if script.name not in started] or read[:1]
     found = [(script, each) for script in read for each in trainings_of(script)]
@@ -204,11 +188,8 @@ def _of_scripts(
     _require_used({name: given[name] for name in given.keys() - read_by_hydra}, read)
     _require_known(settings, script)
     if not settings:
-        raise ForeignConfigError(
-            "\n".join(
-                [f"{chosen.origin}: the command sets no training keys; also give its YAML", *notes]
-            )
-        )
+        why = f"{chosen.origin}: the command sets no training keys; also give its YAML"
+        raise ForeignConfigError("\n".join([why, *notes]))
     before = [note for note in script.notes if _line(note) <= _line(chosen.origin)]
     kept = [
         f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}"
@@ -244,15 +225,14 @@ def _line(origin: str) -> int:
 
 def trainings_of(script: Script) -> list[Training]:
     """Return the commands of a script that start a training, in order."""
-    roots = _roots("verl")
+    roots = {name.partition(".")[0] for row in load("verl").rows for name in row.names()}
     found = []
     for command in script.commands:
         texts = [word.text for word in command.words]
         if LIKE_OVERRIDE.fullmatch(texts[0]) and _root(texts[0]) in roots:
             raise ForeignConfigError(
                 f"{command.origin}: {texts[0][:60]!r} is read as a separate command: the line "
-                "before it "
-                "lacks a backslash at its end, or has a space after it"
+                "before it lacks a backslash at its end, or has a space after it"
             )
         is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
         overrides = [
@@ -269,13 +249,10 @@ def _training(command: Command, script: Script) -> Training:
     texts = [word.text for word in command.words]
     entry = next((at for at, text in enumerate(texts) if ENTRY.fullmatch(text)), None)
     if entry is None:
+        entry = next(at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text)) - 1
         starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
         starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
-        entry = (
-            starts[-1]
-            if starts
-            else next(at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text)) - 1
-        )
+        entry = starts[-1] if starts else entry
     settings: list[Setting] = []
     config_names: list[Word] = []
     notes: list[str] = []
@@ -294,7 +271,7 @@ def _training(command: Command, script: Script) -> Training:
         elif word.text.startswith("-"):
             notes.append(f"{word.origin}: option {word.text} is ignored")
         elif word.text.strip():
-            settings += _setting(word)
+            settings.append(_setting(word))
     command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
     return Training(
         command.origin,
@@ -307,12 +284,8 @@ def _training(command: Command, script: Script) -> Training:
     )
 
 
-def _setting(word: Word) -> Iterator[Setting]:
-    try:
-        override = parse_override(word.text)
-    except ForeignConfigError as error:
-        raise ForeignConfigError(f"{word.origin}: {error}") from None
-    yield Setting(override.key, override.value, word.origin)
+def _setting(word: Word) -> Setting:
+    return setting_of(word.text, word.origin)
 
 
 def _one(
@@ -338,8 +311,7 @@ def _one(
 def _nothing_found(read: list[Script]) -> str:
     lines = [
         "no training found: looked for a command such as `python3 -m verl.trainer.main_ppo "
-        "KEY=VALUE...` or "
-        "`python cli/train_grpo.py --config-name NAME`"
+        "KEY=VALUE...` or `python cli/train_grpo.py --config-name NAME`"
     ]
     for script in read:
         for command in script.commands:
@@ -365,33 +337,23 @@ def _config(
         for path, document in script.documents.items():
             if PurePosixPath(path).name == known:
                 return config_of(document.text, f"{document.origin} {known}"), ""
-    if BUILT_IN.fullmatch(name.removesuffix(".yaml")):
-        if MEGATRON.fullmatch(name):
-            return [
-                Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")
-            ], ""
-        return [], ""
-    return (
-        [],
-        f"{word.origin}: configuration {word.text} is not among the given files; its values are "
-        "not read",
-    )
+    if not BUILT_IN.fullmatch(name.removesuffix(".yaml")):
+        note = f"configuration {word.text} is not among the given files; its values are not read"
+        return [], f"{word.origin}: {note}"
+    strategy = Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")
+    return [strategy] if "megatron" in name else [], ""
 
 
 def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
-    used = {name for script in read for name in script.used}
-    if unused := sorted(given.keys() - used):
+    if unused := sorted(given.keys() - {name for script in read for name in script.used}):
         raise ForeignConfigError(
-            f"--set-env {', '.join(unused)}: not used in "
-            f"{', '.join(script.name for script in read)}; "
+            f"--set-env {', '.join(unused)}: not used in {', '.join(each.name for each in read)}; "
             "the script sets it itself, or the name is misspelt"
         )
 
 
 def _require_known(settings: Iterable[Setting], script: Script) -> None:
-    """Raise one ForeignConfigError for all values that are known only on the script's machine and
-    affect a key.
-    """
+    """Raise one ForeignConfigError for all unknown values that affect a key."""
     asked: dict[int, list[tuple[str, str]]] = {}
     for setting in settings:
         for number in numbers_of(f"{setting.key}{setting.value}"):
@@ -399,24 +361,14 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
             asked.setdefault(number, []).append((key, setting.origin))
     if not asked:
         return
-    plural = "s" * (len(asked) > 1)
-    lines = [
-        f"{len(asked)} value{plural} known only on the script's machine; give each with --set-env:"
-    ]
+    values = f"{len(asked)} value{'s' * (len(asked) > 1)}"
+    lines = [f"{values} known only on the script's machine; give each with --set-env:"]
     for number, keys in asked.items():
-        unknown = script.unknowns[number]
-        shown_keys = ", ".join(f"{key} ({origin})" for key, origin in keys[:4]) + ", ..." * (
-            len(keys) > 4
-        )
-        lines.append(
-            f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects "
-            f"{shown_keys}"
-        )
+        name, origin, why = script.unknowns[number]
+        typed = f"{name}=..." if re.fullmatch(r"\w+", name) else shlex.quote(f"{name}=...")
+        affected = [f"{key} ({where})" for key, where in keys[:4]] + ["..."] * (len(keys) > 4)
+        lines.append(f"  --set-env {typed}  {origin}, {why}; affects {', '.join(affected)}")
     raise ForeignConfigError("\n".join(lines))
-
-
-def _typed(name: str) -> str:
-    return f"{name}=..." if re.fullmatch(r"\w+", name) else shlex.quote(f"{name}=...")
 
 
 def _resolved(

@@ -1,4 +1,4 @@
-"""Turn an account into a recipe: our keys with their origins as commented YAML, and a tiny variant."""
+"""Turn an account into a recipe: our keys with their origins as commented YAML, and a tiny one."""
 
 from __future__ import annotations
 
@@ -12,72 +12,7 @@ import yaml
 
 from interop.account import Account, Entry
 from interop.foreign_config import nested
-from interop.render.launch import override
-from interop.table import BLOCKING, NOT_SET, load
-
-# A training that runs anywhere: our core on a CPU, a freshly built model, generated arithmetic.
-TINY: dict[str, Any] = {
-    "data.train": "arithmetic",
-    "data.eval": "arithmetic",
-    "data.max_prompt_tokens": 64,
-    "data.arithmetic.num_train": 2000,
-    "data.arithmetic.num_eval": 40,
-    "data.arithmetic.max_level": 1,
-    "model.source": "recipe",
-    "model.recipe.hidden_size": 64,
-    "model.recipe.num_steps": 60,
-    "sampler.gen_prompts": 4,
-    "sampler.on_exhausted": "skip_step",
-    "rollout.engine": "hf",
-    "rollout.threads_per_worker": 1,
-    "rollout.max_response_tokens": 24,
-    "train.num_ranks": 1,
-    "train.total_steps": 2,
-    "train.train_prompts": 2,
-    "train.warmup_steps": 0,
-    "train.micro_batch_tokens": 2048,
-    "train.gradient_checkpointing": False,
-    "validation.every": 0,
-    "checkpoint.save_every": 1,
-    "serve.dtype": "float32",
-    "serve.max_model_len": 128,
-    "serve.max_num_seqs": 16,
-    "serve.memory_gigabytes": 0.5,
-    "serve.eager": True,
-    "evaluate.max_response_tokens": 24,
-}
-# Sizes, places and devices, replaced by TINY; everything else is the algorithm and is kept.
-REPLACED_BY_TINY = (
-    "data",
-    "model",
-    "serve",
-    "evaluate",
-    "store",
-    "external",
-    "validation",
-    "checkpoint",
-    "rollout",
-    "train.num_ranks",
-    "train.placement",
-    "train.device",
-    "train.device_model",
-    "train.fsdp_size",
-    *(
-        "train.sequence_parallel",
-        "train.offload_parameters",
-        "train.offload_optimizer",
-        "train.offload_activations",
-    ),
-    "train.ray_address",
-    "train.trackers",
-    "train.tracker_project",
-    "train.backend",
-    "train.warmup_steps",
-    "train.reshard_after_forward",
-    "train.compile",
-    "train.mini_prompts",
-)
-KEPT_OF_ROLLOUT = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
+from interop.table import BLOCKING, NOT_SET
 
 
 @dataclass
@@ -93,36 +28,28 @@ class Recipe:
         """Return the keys as nested sections."""
         return nested(self.values)
 
+    def sort(self, names: Iterable[str]) -> None:
+        """Put the keys into the order of `names`; others follow."""
+        place = {name: number for number, name in enumerate(names)}
+        self.values = dict(
+            sorted(self.values.items(), key=lambda each: place.get(each[0], len(place)))
+        )
 
-def recipe_of(
-    account: Account,
-    defaults: Mapping[str, Any],
-    backend: str = "own",
-    env: Mapping[str, str] | None = None,
-) -> Recipe:
-    """Return the keys that an account sets; with another backend, also settings that only it
-    understands.
+
+def recipe_of(account: Account, defaults: Mapping[str, Any]) -> Recipe:
+    """Return the keys that an account sets.
 
     `defaults` holds our defaults by name; trainer defaults that equal them are left out.
     """
     recipe = Recipe()
     for entry in (*account.implied, *account.entries):
         is_implied = entry.setting.origin.startswith("default of ")
-        for name, value in entry.ours.items():
-            if entry.fate == "taken" and not (
-                is_implied and name in defaults and defaults[name] == value
-            ):
+        for name, value in entry.ours.items() if entry.fate == "taken" else ():
+            if not (is_implied and name in defaults and defaults[name] == value):
                 recipe.values[name] = value
                 recipe.comments[name] = _comment(entry)
         if not (is_implied or entry.fate == "taken"):
             recipe.left.append(entry)
-    if backend != "own":
-        _add_backend(recipe, account, backend, env or {})
-    order = list(defaults)
-    named = sorted(
-        recipe.values, key=lambda name: order.index(name) if name in order else len(order)
-    )
-    recipe.values = {name: recipe.values[name] for name in named}
     return recipe
 
 
@@ -136,52 +63,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _add_backend(recipe: Recipe, account: Account, backend: str, env: Mapping[str, str]) -> None:
-    recipe.values["train.backend"] = backend
-    recipe.comments["train.backend"] = "--backend"
-    values = {entry.name: entry.setting.value for entry in account.entries}
-    if "megatron" in (values.get("actor_rollout_ref.actor.strategy"), values.get("model_engine")):
-        recipe.values["external.strategy"] = "megatron"
-    if "trainer.nnodes" in values and int(values["trainer.nnodes"]) > 1:
-        recipe.values["external.num_nodes"] = int(values["trainer.nnodes"])
-    if env:
-        recipe.values["external.env"] = dict(env)
-    strategies = (
-        "actor_rollout_ref.actor.strategy",
-        "actor_rollout_ref.ref.strategy",
-        "model_engine",
-    )
-    recipe.left = [
-        entry
-        for entry in recipe.left
-        if not (entry.name in strategies and entry.setting.value == "megatron")
-    ]
-    table = load(account.trainer)
-    taken = []
-    for entry in recipe.left:
-        row = table.find(entry.setting.key)
-        is_of_trainer = entry.fate == "meaningless" and row is not None and not row.ours
-        if (entry.fate == "unsupported" or is_of_trainer) and not entry.name.startswith("critic."):
-            taken.append(entry)
-    recipe.left = [entry for entry in recipe.left if entry not in taken]
-    if taken:
-        lines = {
-            entry.setting.key: override(entry.setting.key, entry.setting.value, is_added=True)
-            for entry in taken
-        }
-        recipe.values["external.overrides"] = list(lines.values())
-        recipe.comments["external.overrides"] = f"{len(lines)} keys without an equivalent here"
-
-
 def tiny_of(recipe: Recipe) -> Recipe:
     """Return the same algorithm for a CPU: two prompts, two steps, a freshly built model."""
+    tiny = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8"))
     kept = {
         name: value
         for name, value in recipe.values.items()
-        if name in KEPT_OF_ROLLOUT
-        or not any(name == part or name.startswith(f"{part}.") for part in REPLACED_BY_TINY)
+        if name in tiny["kept"]
+        or not any(name == part or name.startswith(f"{part}.") for part in tiny["replaced"])
     }
-    values = {**kept, **TINY}
+    values = {**kept, **tiny["values"]}
     updates = max(
         int(recipe.values.get("train.train_prompts", 2))
         // int(recipe.values.get("train.mini_prompts", 1)),
@@ -217,9 +108,8 @@ def written(recipe: Recipe, header: Sequence[str]) -> str:
 
 def _comment_of_left(entry: Entry) -> str:
     setting = entry.setting
-    return f"{setting.origin} {setting.key}={_short(setting.value)}: {entry.fate}; {entry.note}".replace(
-        "\n", " "
-    )
+    text = f"{setting.origin} {setting.key}={_short(setting.value)}: {entry.fate}; {entry.note}"
+    return text.replace("\n", " ")
 
 
 def _section(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ OUTPUT = "a command's output"
 
 
 class ShellError(ValueError):
-    """The script has an error before its training, or uses bash that this reader does not support."""
+    """The script has an error before its training, or uses bash that is not supported here."""
 
 
 class Word(NamedTuple):
@@ -29,11 +29,8 @@ class Word(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """A value known only on the script's machine: its --set-env name, origin, and why it is
-    unknown.
-    """
+class Unknown(NamedTuple):
+    """A value known only on the script's machine: its --set-env name, origin, and the reason."""
 
     name: str
     origin: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dapo_core.errors import ConfigError
 from dapo_core.memory.shape import ModelShape
 from dapo_core.memory.splits import PREFIX, Layers, Splits, require_divided, splits_of
 from tasks.config import ChainConfig

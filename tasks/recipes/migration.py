@@ -12,6 +12,7 @@ from interop.account import Account, account_of
 from interop.foreign_config import Setting, by_name
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
+from interop.render.backend import add_backend
 from tasks.config import ChainConfig
 
 ROWS = "num_train_rows"
@@ -90,9 +91,12 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
             f"--backend {account.trainer}, or omit --backend to train with our core"
         )
     defaults = default_keys()
+    recipe = recipe_of(account, defaults)
     if is_tiny:
-        return tiny_of(recipe_of(account, defaults))
-    recipe = recipe_of(account, defaults, backend, env)
+        return tiny_of(recipe)
+    if backend != "own":
+        add_backend(recipe, account, backend, env)
+    recipe.sort(defaults)
     if account.trainer != "verl" and "data.eval" not in recipe.values:
         recipe.values["data.eval"] = MEASURED_ON
         recipe.comments["data.eval"] = (

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo_core.metrics.log import MetricsLog, format_step
-from tasks.runs.compare_trainings import Ends, compare_trainings, render_markdown, write_page
 from eval.results.rows import ResultsError
 from flows.cli import app
 from tasks.runs.compare_trainings import Ends, compare_trainings, render_markdown, write_page
