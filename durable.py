@@ -68,7 +68,7 @@ def locked(
             except OSError as error:
                 if (
                     error.errno not in FULL_DISK_ERRORS
-                ):  # `dapo gc` must be able to lock on a full disk
+                ):  # `dapo runs gc` must be able to lock on a full disk
                     raise
         yield descriptor
     finally:
@@ -147,9 +147,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """fsync a file or folder, then rename it to its final name. Replaces an existing file, not a
-    folder.
-    """
+    """fsync a file or folder, then rename it to its final name; a file may replace another."""
     if partial.is_dir():
         sync_tree(partial)
     else:
@@ -260,9 +258,7 @@ def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every differing leaf, in the order of `after`; UNSET if
-    missing.
-    """
+    """(dotted key, old, new) of every differing leaf in the order of `after`; UNSET if missing."""
     old, new = leaves(before), leaves(after)
     pairs = [
         (key, old.get(key, UNSET), new.get(key, UNSET))

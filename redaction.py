@@ -34,9 +34,7 @@ def add_secret(secret: str | None) -> None:
 
 
 def add_secret_url(url: str) -> None:
-    """Make `redact` replace the secrets of a URL: user, password, and long parts of its path and
-    query.
-    """
+    """Make `redact` replace a URL's user, password, and long parts of its path and query."""
     _added.update(_secrets_of_url(url))
 
 
@@ -52,9 +50,7 @@ def redact(text: str) -> str:
 
 
 def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
-    """Return `redact` for many texts: it reads the environment once, for secrets of at least
-    `min_chars`.
-    """
+    """Return `redact` with the environment read once, for secrets of at least `min_chars`."""
     known = sorted(
         (one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True
     )
@@ -77,9 +73,7 @@ def redacted(value: Any) -> Any:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """True if an environment variable holds a secret, judged by its name or by a URL password in
-    its value.
-    """
+    """True if an environment variable's name, or a URL password in its value, marks a secret."""
     return bool(
         _is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value)
     )

@@ -167,10 +167,12 @@ def _answer(
     config: Config, store: ArtifactStore, data: Artifact, model: Artifact
 ) -> tuple[float, float]:
     """Accuracy and mean response tokens of a model's greedy answers to the held-out items."""
-    from tasks.stages import Stage, evaluate_model_inputs
+    from tasks.stage_inputs import evaluate_model_inputs
+    from tasks.stages import Stage
 
     stage = Stage(
         name="bench_learning_answers",
+        about="Answer the held-out problems.",
         sections=("evaluate.max_response_tokens",),
         code=("dapo_core/engines", "eval/problems", "eval/answers"),
         packages=("torch", "transformers"),

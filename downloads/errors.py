@@ -57,7 +57,7 @@ def disk_is_full(error: OSError) -> DiskTooSmall | None:
         return None
     return DiskTooSmall(
         f"the disk filled up during the download: {error}. Partial files are kept; free some space "
-        "(dapo gc "
+        "(dapo runs gc "
         "removes what no run needs) and run it again, or set store.path to another disk"
     )
 
@@ -69,7 +69,7 @@ def require_room(num_bytes: int, folder: Path, label: str) -> None:
         raise DiskTooSmall(
             f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} "
             "free; free some "
-            "space (dapo gc removes what no run needs), or set store.path to another disk"
+            "space (dapo runs gc removes what no run needs), or set store.path to another disk"
         )
 
 

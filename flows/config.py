@@ -65,9 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return `load_config` for commands that need neither a training set nor a model; the file may
-    lack both.
-    """
+    """Return `load_config` for a file that may lack training set and model."""
     tree: dict[str, Any] = {} if path is None else loading.read_recipe(Path(path))
     if isinstance(data := tree.get("data") or {}, dict):
         tree["data"] = {"train": "arithmetic", "eval": "arithmetic", **data}

@@ -43,7 +43,7 @@ def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -
     before = evaluate_model(run, data, model, "evaluate_before")
     columns = Columns()
     evaluate_baselines(run, data, columns)
-    training = train_policy(run, data, model, skips_if_locked)
+    training = train_policy(run, data, model, skips_if_locked=skips_if_locked)
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
     evaluate_checkpoints(run, data, training, columns)
@@ -74,5 +74,5 @@ def evaluate_checkpoints(run: Run, data: Artifact, training: Artifact, columns: 
     """Evaluate the models in evaluate.checkpoints."""
     for step in run.config.checkpoint_steps:
         with columns.one(f"step {step}"):
-            merged = merge_checkpoint(run, training, f"merge_step_{step}", step)
+            merged = merge_checkpoint(run, training, f"merge_step_{step}")
             columns.checkpoints[step] = evaluate_model(run, data, merged, f"evaluate_step_{step}")

@@ -207,7 +207,7 @@ def check_space(store: Path) -> Finding:
     if free >= LITTLE_DISK_BYTES:
         return Finding("free space", OK, describe_bytes(free))
     status = WARN if free >= TOO_LITTLE_DISK_BYTES else FAIL
-    advice = "`dapo gc --keep-runs N`, or another store.path"
+    advice = "`dapo runs gc --keep-runs N`, or another store.path"
     return Finding("free space", status, describe_bytes(free), advice)
 
 

@@ -60,9 +60,7 @@ class Key:
 
 
 def explain(name: str) -> list[Key]:
-    """Return the key with that name, or all keys of a section; raises ConfigError with a
-    suggestion.
-    """
+    """Return that key, or all keys of a section; raises ConfigError with a suggestion."""
     keys = all_keys()
     found = [key for key in keys.values() if key.name == name or key.name.startswith(f"{name}.")]
     if not found:

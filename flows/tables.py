@@ -306,7 +306,9 @@ def print_run(
         console.print(table)
     for label in run.stages:  # not in the table, which would fold paths
         artifact = artifact_of(run, label)
-        console.print(f"{label} {artifact.path if artifact else 'removed (dapo gc, or by hand)'}")
+        console.print(
+            f"{label} {artifact.path if artifact else 'removed (dapo runs gc, or by hand)'}"
+        )
     if run.environment:
         console.print("Variables set for child processes (reasons: --json):")
         for children, words in by_children(run.environment).items():

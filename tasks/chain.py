@@ -1,6 +1,4 @@
-"""The stages of the chain as Prefect tasks. Each returns its artifact, from the store or newly
-built.
-"""
+"""The stages of the chain as Prefect tasks, each returning its artifact."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tasks.execution.page import (
 from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
-from tasks.links import Link, baseline_of, link_of, step_checkpoint
+from tasks.links import Link, baseline_of, link_of, step_checkpoint, step_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import Columns, report_run, send_report
 from tasks.runs.run import Run
@@ -44,20 +42,20 @@ from tasks.runs.suite import benchmarks_of, link_stored_results, suite_metrics
 from tasks.serve_model.command import served_name
 from tasks.serve_model.failure import ServerUnreachable
 from tasks.serve_model.servers import Server, serve_model
-from tasks.stages import benchmark_files, validates
+from tasks.stage_inputs import benchmark_files, validates
 
 logger = logging.getLogger(__name__)
 
 
 @stage_task("prepare-data")
-def prepare_data(run: Run) -> Artifact:
+def prepare_data(run: Run, label: str = "prepare_data") -> Artifact:
     """Prepare the training and held-out problems: train.parquet and eval.parquet."""
-    key = link_of(run.config, "prepare_data").key()
-    return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
+    key = link_of(run.config, label).key()
+    return run.produce(label, key, lambda folder: build_dataset(run.config, folder))
 
 
 @stage_task("fetch-model", task_run_name="{label}")
-def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> Artifact:
+def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_model") -> Artifact:
     """Build, link or fetch a Hugging Face model folder, for the policy or a baseline.
 
     Only a model that is built needs `data`. The next attempt resumes an interrupted download.
@@ -108,7 +106,9 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 
 @stage_task("evaluate-model", task_run_name="{label}")
-def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
+def evaluate_model(
+    run: Run, data: Artifact, model: Artifact | None = None, label: str = "evaluate_after"
+) -> Artifact:
     """Evaluate one model: a results folder, or a suite of them (eval/results/suite.py), recorded as
     `label`.
 
@@ -165,9 +165,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
 def served(
     link: Link, model: Artifact | None, log_path: Path
 ) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
-    """Yield servers, digest and folder of a model; without `model`, those of the baseline behind
-    `base_url`.
-    """
+    """Yield servers, digest and folder of a model, or of the baseline behind `base_url`."""
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         if baseline.failure:
@@ -181,7 +179,11 @@ def served(
 
 @stage_task("train-policy")
 def train_policy(
-    run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False
+    run: Run,
+    data: Artifact,
+    model: Artifact,
+    label: str = "train_policy",
+    skips_if_locked: bool = False,
 ) -> Artifact:
     """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
@@ -191,7 +193,7 @@ def train_policy(
     no progress is lost.
     """
     attempt = task_run.run_count or 1
-    key = link_of(run.config, "train_policy").key(data, model)
+    key = link_of(run.config, label).key(data, model)
 
     def build(folder: Path) -> Output:
         arguments: list[str | Path] = ["train", run.config_path]
@@ -216,13 +218,13 @@ def train_policy(
                 arguments,
                 run,
                 key,
-                watch=TrainingProgress(run, "train_policy", folder),
+                watch=TrainingProgress(run, label, folder),
                 grace_seconds=run.config.flow.stop_seconds,
                 locks=[lock],
             )
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
-    return run.produce("train_policy", key, build)
+    return run.produce(label, key, build)
 
 
 def resume_options(resume: str, attempt: int) -> list[str]:
@@ -263,13 +265,9 @@ def last_metrics(folder: Path) -> dict[str, float]:
 
 
 @stage_task("merge-checkpoint", task_run_name="{label}")
-def merge_checkpoint(
-    run: Run, training: Artifact, label: str = "merge_checkpoint", step: int | None = None
-) -> Artifact:
-    """Merge the final checkpoint, or that of one step, into a Hugging Face folder for transformers
-    and vLLM.
-    """
-    key = link_of(run.config, label).key(training)
+def merge_checkpoint(run: Run, training: Artifact, label: str = "merge_checkpoint") -> Artifact:
+    """Merge the final checkpoint, or that of one step, into a Hugging Face folder."""
+    key, step = link_of(run.config, label).key(training), step_of(label)
     source = Path(training.path) if step is None else step_checkpoint(training, step)
 
     def build(folder: Path) -> Output:
@@ -303,9 +301,7 @@ def merge_checkpoint(
 def write_report(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """Write the before/after report to the run's folder, show it in the Prefect UI and send it to
-    trackers.
-    """
+    """Write the before/after report, show it in the Prefect UI and send it to trackers."""
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     send_report(run, training)

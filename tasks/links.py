@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,15 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.config import ChainConfig, ModelConfig
 from tasks.config.evaluate import BaselineConfig
 from tasks.data.sources import source_files
+from tasks.external.environment import trainer_versions
+from tasks.stage_inputs import (
+    evaluate_model_inputs,
+    evaluation_files,
+    model_files,
+    model_inputs,
+    train_policy_inputs,
+    training_files,
+)
 from tasks.stages import (
     BUILD_MODEL,
     EVALUATE_MODEL,
@@ -25,12 +34,6 @@ from tasks.stages import (
     TRAIN_OTHER,
     TRAIN_POLICY,
     Stage,
-    evaluate_model_inputs,
-    evaluation_files,
-    model_files,
-    model_inputs,
-    train_policy_inputs,
-    training_files,
 )
 
 BASELINE_MODEL, BASELINE_EVALUATION = "fetch_baseline_", "evaluate_baseline_"
@@ -43,26 +46,26 @@ class Link:
     label: str
     stage: Stage
     config: ChainConfig  # read by the stage
-    needs: tuple[
-        str, ...
-    ]  # labels of the upstream artifacts, passed to `inputs` after the configuration
+    needs: tuple[str, ...]  # labels of the upstream artifacts, given to `inputs`
     inputs: Callable[..., dict[str, str]]  # (config, *artifacts) -> digests
-    files: Callable[[ChainConfig], dict[str, str]] = (
-        lambda _: {}
-    )  # digests of files named in the configuration
+    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # digests of configured files
+    versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # of another trainer
 
     @property
     def command(self) -> str:
         """The command that runs this stage alone."""
         side = side_of(self.label)
-        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG" + (
-            f" --side {side}" if side else ""
-        )
+        return f"dapo stage {self.stage.command} CONFIG" + (f" --side {side}" if side else "")
 
     def key(self, *artifacts: Artifact) -> StageKey:
         """The key of the output, given the upstream artifacts in the order of `needs`."""
         inputs = self.inputs(self.config, *artifacts[: len(self.needs)])
-        return self.stage.key(self.config, {**inputs, **self.files(self.config)})
+        return self.key_for(inputs)
+
+    def key_for(self, inputs: Mapping[str, str]) -> StageKey:
+        """The key of the output for digests of the upstream artifacts."""
+        digests = {**inputs, **self.files(self.config)}
+        return self.stage.key(self.config, digests, self.versions(self.config))
 
 
 def chain_of(config: ChainConfig) -> tuple[Link, ...]:
@@ -72,14 +75,7 @@ def chain_of(config: ChainConfig) -> tuple[Link, ...]:
         _model(config),
         _evaluation("before", config, "fetch_model"),
         *(link for baseline in config.evaluate.baselines for link in _baseline(config, baseline)),
-        Link(
-            "train_policy",
-            TRAIN_POLICY if config.train.backend == "own" else TRAIN_OTHER,
-            config,
-            ("prepare_data", "fetch_model"),
-            train_policy_inputs,
-            training_files,
-        ),
+        _training(config),
         Link(
             "merge_checkpoint",
             MERGE_CHECKPOINT,
@@ -101,13 +97,17 @@ def link_of(config: ChainConfig, label: str) -> Link:
 
 
 def side_of(label: str) -> str | None:
-    """The `--side` of a link: before, after, a baseline's name or step_N; None for stages without
-    sides.
-    """
+    """The `--side` of a link: before, after, a baseline's name, step_N, or None."""
     for prefix in (BASELINE_EVALUATION, BASELINE_MODEL, "evaluate_", "merge_step_"):
         if label.startswith(prefix):
             return label.removeprefix("merge_" if prefix == "merge_step_" else prefix)
     return None
+
+
+def step_of(label: str) -> int | None:
+    """The step of a link of evaluate.checkpoints; None for other links."""
+    side = side_of(label) or ""
+    return int(side.removeprefix("step_")) if side.startswith("step_") else None
 
 
 def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
@@ -197,6 +197,19 @@ def _model(config: ChainConfig) -> Link:
             "fetch_model", BUILD_MODEL, config, ("prepare_data",), model_inputs, model_files
         )
     return Link("fetch_model", FETCH_MODEL, config, (), model_inputs, model_files)
+
+
+def _training(config: ChainConfig) -> Link:
+    is_own = config.train.backend == "own"
+    return Link(
+        "train_policy",
+        TRAIN_POLICY if is_own else TRAIN_OTHER,
+        config,
+        ("prepare_data", "fetch_model"),
+        train_policy_inputs,
+        training_files,
+        (lambda _: {}) if is_own else trainer_versions,
+    )
 
 
 def _evaluation(side: str, config: ChainConfig, model: str) -> Link:

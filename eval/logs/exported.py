@@ -8,10 +8,11 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from durable import write_atomically
-from eval.results.rows import Evaluation, Row, Samples, make_folder
+from eval.results.rows import Evaluation, Row, Samples, load_evaluation, make_folder
+from eval.results.suite import read_suite
 from eval.results.summary import acc_norm, rate
 
 logger = logging.getLogger(__name__)
@@ -218,3 +219,17 @@ def _moment(rows: Iterable[Row]) -> str:
 def _write(path: Path, text: str) -> Path:
     write_atomically(path, text)
     return path
+
+
+def export_logs(results: Path, output: Path, form: Literal["inspect", "lm-eval"]) -> list[Path]:
+    """Write an evaluation, or each of a suite, as logs of inspect_ai or lm-eval; returns their paths.
+
+    `output` is a file for one log of inspect_ai, else a folder.
+    """
+    write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
+    folders = read_suite(results)
+    written: list[Path] = []
+    for name, folder in folders.items():
+        place = output if len(folders) == 1 else output / f"{name}{suffix}"
+        written += write(load_evaluation(folder), place)
+    return written

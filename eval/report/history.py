@@ -272,7 +272,7 @@ def _from_report(path: Path) -> list[Point]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
             f"{path} is not a report that the history can read ({error!r}). Write it again from "
-            "its two results directories with `dapo report`."
+            "its two results directories with `dapo compare --output`."
         ) from error
 
 

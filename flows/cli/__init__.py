@@ -31,7 +31,7 @@ CHAIN_MODULES = (
     "zlib_ng",
 )
 ADVICE = (
-    "This environment only has the evaluation commands: eval, grade, report, compare and datasets. "
+    "This environment only has the evaluation commands: eval, grade, compare, export and datasets. "
     "For all: "
     "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make "
     "demo` installs "
@@ -39,10 +39,29 @@ ADVICE = (
 )
 
 
+# The order of `dapo --help`. The chain runs prepare-data and fetch-model; they are listed nowhere.
+GROUPS = {
+    "Chain": ("init", "import-config", "config", "plan", "run", "stage", "runs", "export"),
+    "Data and models": ("datasets", "train", "merge", "serve"),
+    "Evaluation": ("eval", "grade", "compare"),
+    "Operation": ("up", "down", "doctor", "cluster", "track"),
+}
+
+
 class Commands(TyperGroup):
-    """Adds hints to usage errors: `--set` for KEY=VALUE, `show` for a name after `runs` or
-    `datasets`.
+    """Lists commands by group, and adds hints to usage errors.
+
+    `--set` for KEY=VALUE, `show` for a name after `runs` or `datasets`.
     """
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            rows = [
+                (f"{name:{width}}", self.commands[name].get_short_help_str(80)) for name in names
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         try:

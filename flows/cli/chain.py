@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption, exit_by_gates
+from tasks.stages import BY_COMMAND
 
 if TYPE_CHECKING:
     from flows.config import Config
@@ -20,15 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-STAGES = (
-    "prepare-data",
-    "fetch-model",
-    "train-policy",
-    "merge-checkpoint",
-    "evaluate-model",
-    "compare",
-)
-SIDED = ("evaluate-model", "fetch-model", "merge-checkpoint")
+STAGES = (*BY_COMMAND, "compare")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(
@@ -165,10 +158,8 @@ def stage(
             raise typer.BadParameter("compare always writes a new report", param_hint="--force")
         options["force"] = True
     if side is not None:
-        if name not in SIDED:
-            raise typer.BadParameter(
-                f"{name} has no --side; only {', '.join(SIDED)} do", param_hint="--side"
-            )
+        if name == "compare":
+            raise typer.BadParameter("compare has no --side", param_hint="--side")
         options["side"] = side
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of

@@ -1,4 +1,4 @@
-"""`dapo eval`, `grade`, `eval-export`, `report` and `compare`."""
+"""`dapo eval`, `grade` and `compare`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -209,72 +209,17 @@ def grade(
         typer.echo(describe(regrade(folder)))
 
 
-@app.command(
-    "eval-export",
-    epilog="Example: dapo eval-export before --format inspect --output before.json",
-    short_help="Export an evaluation as another program's log.",
-)
-def export(
-    results: Annotated[
-        Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")
-    ],
-    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval or a suite.")],
-    form: Annotated[
-        Literal["inspect", "lm-eval"],
-        typer.Option(
-            "--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."
-        ),
-    ],
-) -> None:
-    """Export an evaluation as inspect_ai's or lm-eval's log; dapo grade --output imports it."""
-    from eval.logs.exported import export_inspect, export_lm_eval
-    from eval.results.rows import load_evaluation
-    from eval.results.suite import read_suite
-
-    write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
-    folders = read_suite(results)
-    for name, folder in folders.items():
-        place = output if len(folders) == 1 else output / f"{name}{suffix}"
-        for path in write(load_evaluation(folder), place):
-            typer.echo(path)
-
-
-@app.command(
-    epilog="Example: dapo report --before before --after after --output report",
-    short_help="Compare two evaluations and write the report.",
-)
-def report(
-    before: Annotated[Path, typer.Option(help="Results folder of dapo eval (benchmark or suite).")],
-    after: Annotated[Path, typer.Option(help="Results folder for the same benchmarks.")],
-    output: Annotated[
-        Path, typer.Option(help="Folder for report.json, report.md and report.html.")
-    ],
-    metrics: Annotated[
-        Path | None, typer.Option(help="metrics.jsonl of the training in between.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
-    baselines: BaselineOption = None,
-    gates: GateOption = None,
-) -> None:
-    """Compare two evaluations item by item and write the report."""
-    from eval.report.suite_report import Models
-
-    _compare(Models(before, after, read_baselines(baselines)), gates, title, metrics, output)
-
-
 def _compare(
-    models: Models,
-    gates: list[str] | None,
-    title: str,
-    metrics: Path | None = None,
-    output: Path | None = None,
+    models: Models, gates: list[str] | None, metrics: Path | None, output: Path | None
 ) -> None:
     """Print the report on two evaluations, also into `output`; exit with 3 if a gate failed."""
     from eval.report.report import REPORT_PAGE, Provenance, render_markdown
     from eval.report.suite_report import write_suite_report
     from flows.console import print_markdown
 
-    content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
+    content = write_suite_report(
+        models, metrics, output, Provenance(title="Before/after report"), gates or ()
+    )
     if not content["is_one_evaluation"]:
         print_markdown(render_markdown(content))
         typer.echo("")
@@ -318,6 +263,9 @@ def compare(
     benchmark: Annotated[
         str | None, typer.Option(help="With --history: one benchmark of suites.")
     ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="metrics.jsonl of the training in between, for its curves.")
+    ] = None,
 ) -> None:
     """Compare two evaluations of the same items, item by item, or with --history many over time.
 
@@ -350,7 +298,7 @@ def compare(
     from eval.report.suite_report import Models
 
     models = Models(before, after, read_baselines(baselines))
-    _compare(models, gates, "Before/after comparison", output=output)
+    _compare(models, gates, metrics, output)
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:

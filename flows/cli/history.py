@@ -1,9 +1,9 @@
-"""`dapo runs`, `gc` and `export`."""
+"""`dapo runs` and `export`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -89,8 +89,8 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
     print_run(found, before, changes, report)
 
 
-@app.command(
-    epilog="Example: dapo gc --keep-runs 10 --dry-run",
+@runs_app.command(
+    epilog="Example: dapo runs gc --keep-runs 10 --dry-run",
     short_help="Remove artifacts that no kept run uses.",
 )
 def gc(
@@ -131,21 +131,51 @@ def gc(
     print_garbage(found, is_dry_run, short_ids(store))
 
 
+ExportFormat = Literal["model", "inspect", "lm-eval"]
+
+
 @app.command(
-    epilog="Example: dapo export latest trained-model",
-    short_help="Copy a run's model, report and manifests, with a model card.",
+    epilog="Example: dapo export latest trained-model; dapo export before log.json --format inspect",
+    short_help="Export a run's model and report, or an evaluation's log.",
 )
 def export(
-    run: RunArgument,
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="New folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A run as in dapo runs show, or a results folder of dapo eval."
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DEST", help="New folder; for inspect, a file.")
+    ],
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="model: a run's merged model, report, manifests and configuration, with a model "
+            "card. inspect, lm-eval: the evaluation as a log of inspect_ai or lm-eval.",
+        ),
+    ] = "model",
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Copy a run's merged model, report, manifests and configuration into a folder."""
+    """Copy a run's model and report into one folder, or write an evaluation as another's log.
+
+    For inspect and lm-eval, a run stands for its evaluation after training; dapo grade --output
+    imports either log.
+    """
+    if form != "model":
+        from eval.logs.exported import export_logs
+        from tasks.runs.history import find_evaluation
+
+        results, _ = find_evaluation(store, source)
+        for path in export_logs(results, destination, form):
+            typer.echo(path)
+        return
     from flows.progress import bytes_progress
     from tasks.runs.export_run import export_run
     from tasks.runs.history import find_run
 
-    found = find_run(store, run, "report")
+    found = find_run(store, source, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)
     typer.echo(

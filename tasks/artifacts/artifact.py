@@ -1,6 +1,4 @@
-"""A finished stage output: the handle passed between tasks, its manifest, and verification of its
-files.
-"""
+"""A finished stage output: its handle, its manifest, and verification of its files."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ STAMP_SUFFIX = ".verified"  # file beside an artifact that records verified dige
 
 
 class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, an artifact is missing, or a stage output cannot be
-    stored.
-    """
+    """The store cannot be written, an artifact is missing, or an output cannot be stored."""
 
 
 class DamagedArtifact(Exception):
@@ -47,9 +43,7 @@ class Artifact:
     digest: str  # of names and contents
 
     def manifest(self) -> dict[str, Any]:
-        """Returns manifest.json: files, inputs, config, code_digest, versions, host, times,
-        metrics.
-        """
+        """Returns manifest.json: files, inputs, config, code, versions, host, times, metrics."""
         return read_manifest(Path(self.path))
 
     def entries(self) -> list[FileEntry]:
@@ -69,9 +63,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a stage that hashed files while writing them, so that the store need not read
-    them again.
-    """
+    """The result of a stage that hashed files while writing them."""
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
@@ -98,17 +90,13 @@ class FileEntry:
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> FileEntry:
-        """The entry for a manifest row; raises ValueError unless it has exactly one known
-        algorithm.
-        """
+        """The entry for a manifest row; raises ValueError without exactly one known algorithm."""
         [algorithm] = row.keys() & ALGORITHMS.keys()
         return FileEntry(row["path"], row["size"], f"{algorithm}:{row[algorithm]}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the parsed manifest.json. Raises OSError or ValueError when it is missing or not
-    JSON.
-    """
+    """Returns the parsed manifest.json; raises OSError or ValueError if there is none."""
     manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
     if not isinstance(manifest, dict):
         raise ValueError(f"{directory / MANIFEST_NAME} is not a JSON object")
@@ -116,9 +104,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def artifact_at(directory: Path) -> Artifact | None:
-    """Returns the artifact described by the manifest without checking files; None if it is not
-    readable.
-    """
+    """Returns the artifact that a manifest describes, unverified; None if it is not readable."""
     try:
         manifest = read_manifest(directory)
         artifact = Artifact(manifest["stage"], manifest["key"], str(directory), manifest["digest"])
@@ -162,9 +148,7 @@ def content_files(directory: Path) -> Iterator[str]:
 
 
 def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
-    """Returns the artifact in `directory`; raises DamagedArtifact unless every size and digest
-    matches.
-    """
+    """Returns the artifact; raises DamagedArtifact unless every size and digest matches."""
     with _as_damage():
         manifest = read_manifest(directory)
         artifact = Artifact(stage, key, str(directory), manifest["digest"])
@@ -236,9 +220,7 @@ ALGORITHMS: Mapping[str, Callable[[Path], str]] = {"sha256": sha256_of, "blake3"
 
 
 def algorithm_for(name: str) -> str:
-    """Returns the digest algorithm for a file name: blake3 for weights and checkpoints, which are
-    large.
-    """
+    """Returns the digest algorithm of a file: blake3 for weights and checkpoints, else sha256."""
     return "blake3" if name.endswith((".safetensors", ".distcp")) else "sha256"
 
 

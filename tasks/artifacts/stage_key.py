@@ -27,9 +27,7 @@ class StageKey:
 
     @property
     def key(self) -> str:
-        """sha256 over the canonical JSON of the parts. Raises TypeError for values that are not
-        JSON.
-        """
+        """sha256 over the parts' canonical JSON; raises TypeError for values that are not JSON."""
         return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
 
@@ -47,35 +45,23 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.cache
-def code_digest(
-    paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT
-) -> str:
+def code_digest(paths: tuple[str, ...], root: Path = PROJECT_ROOT) -> str:
     """Returns sha256 over the names and contents of `code_files`."""
     digest = hashlib.sha256()
-    for file in code_files(paths, without, root):
+    for file in code_files(paths, root):
         digest.update(f"{file.relative_to(root).as_posix()}\0{sha256_of(file)}\n".encode())
     return digest.hexdigest()
 
 
-def code_files(
-    paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT
-) -> list[Path]:
-    """Returns all files at and below `paths`, sorted.
-
-    Paths in `without` are excluded unless `paths` names them. Raises StoreError if one of `paths`
-    does not exist.
-    """
-    return sorted({file for path in paths for file in _files_at(path, without, root)})
+def code_files(paths: tuple[str, ...], root: Path = PROJECT_ROOT) -> list[Path]:
+    """Returns all files at and below `paths`, sorted; raises StoreError if one does not exist."""
+    return sorted({file for path in paths for file in _files_at(path, root)})
 
 
-def _files_at(path: str, without: tuple[str, ...], root: Path) -> Iterator[Path]:
+def _files_at(path: str, root: Path) -> Iterator[Path]:
     start = root / path
     if not start.exists():
         raise StoreError(f"{path}, which a stage declares as its code, does not exist in {root}")
-    excluded = [
-        root / other for other in without if other != path and (root / other).is_relative_to(start)
-    ]
     for file in [start] if start.is_file() else start.rglob("*"):
-        is_code = file.is_file() and "__pycache__" not in file.parts
-        if is_code and not any(file.is_relative_to(other) for other in excluded):
+        if file.is_file() and "__pycache__" not in file.parts:
             yield file

@@ -157,9 +157,7 @@ class ArtifactStore:
         return [attempt for folder in folders for attempt in _attempts_in(folder)]
 
     def finished(self, stage: str) -> list[tuple[Path, dict[str, Any]]]:
-        """Returns the folders and manifests of a stage's finished attempts, newest first, without
-        verification.
-        """
+        """Returns folders and manifests of finished attempts, newest first, unverified."""
         found = []
         for attempt in self.attempts():
             if (attempt.stage, attempt.state) == (stage, FINISHED):
@@ -256,7 +254,7 @@ class ArtifactStore:
             )
             raise StoreError(
                 f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Free space (dapo gc removes unused artifacts), "
+                "Finished artifacts are untouched. Free space (dapo runs gc removes unused artifacts), "
                 "correct the "
                 "permissions, or set store.path to another directory"
             ) from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
@@ -16,6 +16,7 @@ from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
 from tasks.config.external import ExternalConfig
 from tasks.config.lengths import KEYS, Lengths, bounds_of, explain
 from tasks.config.serve import ServeConfig
+from tasks.stages import BY_COMMAND
 
 
 class StoreConfig(Section):
@@ -100,19 +101,21 @@ class MergeConfig(Section):
     max_shard_bytes: int = key(5 * 1000**3, "Largest size of a safetensors file.", ge=1024)
 
 
-class TimeLimitsConfig(Section):
-    """Hours after which a stage is stopped without a retry; waiting for other runs counts.
-
-    Progress is kept. Unset: no limit.
-    """
-
-    prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
-    fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
-    evaluate_model_hours: float | None = volatile(
-        24.0, "Limit of evaluate-model, for each model.", gt=0
+if TYPE_CHECKING:
+    TimeLimitsConfig = Section
+else:
+    TimeLimitsConfig = create_model(
+        "TimeLimitsConfig",
+        __base__=Section,
+        __doc__="Hours until a stage is stopped without a retry; waiting counts. null: no limit.",
+        **{
+            f"{stage.name}_hours": (
+                float | None,
+                volatile(stage.hours, f"Limit of {stage.command}.", gt=0),
+            )
+            for stage in BY_COMMAND.values()
+        },
     )
-    train_policy_hours: float | None = volatile(None, "Limit of train-policy.", gt=0)
-    merge_checkpoint_hours: float | None = volatile(6.0, "Limit of merge-checkpoint.", gt=0)
 
 
 class FlowConfig(Section):

@@ -71,9 +71,7 @@ class SetConfig(Entry):
 
 
 def listed_sets(value: Any) -> Any:
-    """One set or a list of sets, each a name or its keys, as a tuple of keys; other values
-    unchanged.
-    """
+    """One set or several, each a name or its keys, as a tuple of keys; else unchanged."""
     listed = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(listed, list | tuple):
         return listed

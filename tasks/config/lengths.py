@@ -61,9 +61,7 @@ def bounds_of(config: TrainingConfig) -> Bounds:
 
 
 def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
-    """All conflicts with their numbers, and the changes that resolve them; both empty if everything
-    fits.
-    """
+    """All conflicts with their numbers, and the changes that resolve them; empty if none."""
     found = [
         message
         for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds))

@@ -148,9 +148,7 @@ def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[st
 
 
 def tokens_of(text: str, *excluded: Set[str]) -> list[str]:
-    """The words and signs of a text, without the first set of `excluded` sentences that leaves any
-    text.
-    """
+    """The words and signs of a text, without the first `excluded` sentences that leave text."""
     sentences = _sentences(text)
     for shared in excluded:
         if kept := [sentence for sentence in sentences if sentence not in shared]:
@@ -259,9 +257,7 @@ class _Items:
         return overlaps
 
     def _run_hashes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """A hash per run of words (0 if a word is in no item or the row ends), and the row of each
-        run.
-        """
+        """A hash per run of words (0 if none of any item, or past the row), and the run's row."""
         known = self.vocabulary.get
         numbers = np.array([known(word, 0) for row in words for word in (*row, "")], dtype=np.int64)
         rows = np.repeat(np.arange(len(words)), [len(row) + 1 for row in words])

@@ -218,9 +218,7 @@ def source_to_show(config: ChainConfig, is_training: bool) -> Source:
 def show_rows(
     config: ChainConfig, source: Source, num_rows: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[Shown], SetCount]:
-    """The first usable rows, and the counts of rows read so far. Raises whatever preparation
-    raises.
-    """
+    """The first usable rows, and the counts of rows read so far; raises what preparation does."""
     table, count = routes(config.reward.scorers), SetCount(source.name)
     rows = []
     for problem, row in itertools.islice(iterate_source(config, source, count), num_rows):

@@ -122,9 +122,7 @@ class Source:
         return {str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path)}
 
     def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
-        """The local file or folder; fetches a remote set into `cache`. Raises ProblemsError and
-        DownloadError.
-        """
+        """The local path, fetched into `cache` if remote; raises ProblemsError, DownloadError."""
         return self.path or fetch(str(self.reference), cache, self.split, on_progress)
 
 
@@ -137,9 +135,7 @@ def train_sources(config: ChainConfig) -> list[Source]:
 
 
 def eval_sources(config: ChainConfig) -> list[Source]:
-    """The sets of data.eval. Raises ProblemsError like `train_sources`, and if their graders
-    differ.
-    """
+    """The sets of data.eval; raises as `train_sources` does, and if their graders differ."""
     sources = [
         _source(config, one, f"data.eval.{number}", "test")
         for number, one in enumerate(config.data.eval)
@@ -195,9 +191,7 @@ def source_files(config: ChainConfig) -> dict[str, str]:
 
 
 def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str:
-    """The content digest in the newest artifact made from the same set; raises `reason` if there is
-    none.
-    """
+    """The content digest in the newest artifact of the same set, or raises `reason`."""
     for _, manifest in ArtifactStore(store_path).finished("prepare_data"):
         inputs = manifest["inputs"]
         if (

@@ -73,14 +73,16 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 def stage_task(
     name: str, *, task_run_name: str | None = None
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage function, whose first argument is the run; `label`, if any, names it."""
+    """Decorate a stage function: it takes the run, artifacts, and `label`, which names the link."""
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
         def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact | RunSkipped]:
-            label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
+            bound = signature.bind(run, *args, **kwargs)
+            bound.apply_defaults()
+            label = bound.arguments["label"]
             try:
                 artifact = function(run, *args, **kwargs)
             except RunSkipped as reason:  # not a failure; `__call__` raises it for the flow

@@ -190,7 +190,7 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
             f"{describe_bytes(needed)}{' more than is already written' if written else ''}{kept}",
             "set another store.path, fewer steps in evaluate.checkpoints or a lower "
-            "checkpoint.keep_last, or run `dapo gc --keep-runs N`",
+            "checkpoint.keep_last, or run `dapo runs gc --keep-runs N`",
         )
     else:
         needs = f", about {describe_bytes(needed)} needed{kept}" if needed else ""

@@ -1,6 +1,4 @@
-"""The sets of `dapo init`: recognizes data files by schema and columns, and converts them if
-needed.
-"""
+"""The sets of `dapo init`: recognizes data files by schema and columns, and converts them."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """The value of data.train or data.eval for a registered name, a hub id, or a file with its
-    schema.
-    """
+    """The value of data.train or data.eval for a name, a hub id, or a file with its schema."""
     if name in SETS or _REMOTE.match(name):
         return name
     path = Path(name)
@@ -218,9 +214,7 @@ class NewFiles:
         self._written = set[Path]()
 
     def write(self, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Write rows to RECIPE.PART.jsonl and return its path. Raises ConfigError if the file
-        exists.
-        """
+        """Write rows to RECIPE.PART.jsonl; returns its path, raises ConfigError if it exists."""
         path = self._recipe.with_name(f"{self._recipe.stem}.{part}.jsonl")
         if path.exists() and path not in self._written:
             raise ConfigError(

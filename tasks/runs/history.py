@@ -208,7 +208,7 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
     if artifact is None:
         raise StoreError(
             f"{label} of the run {run.id} is no longer in the store: "
-            f"{run.store / run.stages[label].place} was removed, perhaps by dapo gc; dapo run "
+            f"{run.store / run.stages[label].place} was removed, perhaps by dapo runs gc; dapo run "
             f"{run.folder / CONFIG_FILE} --set store.path={run.store} rebuilds it"
         )
     return artifact

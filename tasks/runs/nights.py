@@ -86,7 +86,7 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
     model = artifact_of(night, MODEL_LABEL)
     if model is None:
         logger.warning(
-            "no column %s: the merged model of the run %s is no longer in the store; dapo gc keeps "
+            "no column %s: the merged model of the run %s is no longer in the store; dapo runs gc keeps "
             "that of the newest nightly run",
             LAST_NIGHT,
             night.id,

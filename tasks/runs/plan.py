@@ -146,9 +146,7 @@ def _plan_waiting(
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Upstream artifacts are unknown, but the rest of the key can be compared.
     try:
-        changes = _changes(
-            before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)})
-        )
+        changes = _changes(before, link.key_for(before["inputs"]))
     except TrainerMissing as error:
         return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
     asked = _describe_benchmarks(store, link, before["inputs"], "if the model changes also")

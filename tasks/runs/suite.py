@@ -19,7 +19,8 @@ from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.evaluation.settings import benchmark_of, set_of
-from tasks.stages import EVALUATE_MODEL, Stage, evaluation_files, problems_input
+from tasks.stage_inputs import evaluation_files, problems_input
+from tasks.stages import EVALUATE_MODEL, Stage
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Scheduled
 from flows.dapo_full import dapo_full
 from flows.dapo_nightly import dapo_nightly
-from flows.single_stages import train
+from flows.single_stages import train_policy
 
 def ending(state):
     return [state.type.value, state.name, state.message]
@@ -65,7 +65,7 @@ states = {
     "night": ending(dapo_nightly(overrides=(store,), return_state=True)),
     "misspelt": ending(dapo_full(overrides=(store, "train.total_stpes=2"), return_state=True)),
     "bounds": ending(dapo_full(overrides=(store, "train.total_steps=-1"), return_state=True)),
-    "without inputs": ending(train(overrides=(store,), return_state=True)),
+    "without inputs": ending(train_policy(overrides=(store,), return_state=True)),
 }
 with get_client(sync_client=True) as client:
     due = Scheduled(scheduled_time=five_hours_ago)

@@ -151,7 +151,7 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         "eval",
         "serve",
         "eval",
-        "report",
+        "compare",
     ]
     server: subprocess.Popen[bytes] | None = None
     try:

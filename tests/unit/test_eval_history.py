@@ -195,6 +195,6 @@ def test_paths_without_evaluations_are_refused(tmp_path: Path) -> None:
         make_history([tmp_path])
     (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
     with pytest.raises(
-        ResultsError, match=r"not a report that the history can read.*`dapo report`"
+        ResultsError, match=r"not a report that the history can read.*`dapo compare --output`"
     ):
         make_history([tmp_path / "report.json"])

@@ -65,7 +65,7 @@ def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     assert artifact_of(recorded, "train_policy") is None
     assert artifact_of(recorded, "fetch_model") is not None
     shown = CliRunner().invoke(app, ["runs", "show", recorded.id, "--store", str(tmp_path)])
-    assert len(re.findall(r"removed \(dapo gc, or by hand\)", shown.stdout)) == 3
+    assert len(re.findall(r"removed \(dapo runs gc, or by hand\)", shown.stdout)) == 3
     # The next run that needs it makes it again.
     again = record_run(small_config(tmp_path, "train.total_steps=60"), Outcome(weights="one"))
     assert not again.stages["train_policy"].cached
@@ -290,7 +290,7 @@ def test_unrelated_files_in_a_store_are_not_touched(tmp_path: Path) -> None:
 def test_the_gc_command_reports_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     make_old(*tmp_path.glob("*_*"))
-    command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
+    command = ["runs", "gc", "--keep-runs", "1", "--store", str(tmp_path)]
     planned = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False).stdout
     total = sum(item.frees_bytes for item in collect_garbage(tmp_path, 1, is_dry_run=True))
     assert f"3 folders would be removed, {total:,} bytes in total" in planned

@@ -82,7 +82,7 @@ def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
             ("grade", "before"),
             ("grade", "suite"),
             ("compare", "before", "after"),
-            ("report", "--before", "before", "--after", "after", "--output", "page"),
+            ("compare", "before", "after", "--output", "page"),
             ("datasets",),
             ("datasets", "show", "sums.jsonl", "--use", "eval"),
         )

@@ -25,7 +25,8 @@ from tasks.runs.suite import (
     link_stored_results,
     suite_metrics,
 )
-from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
+from tasks.stage_inputs import evaluate_model_inputs
+from tasks.stages import EVALUATE_MODEL
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
 

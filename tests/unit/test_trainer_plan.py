@@ -15,7 +15,7 @@ from flows.cli import app
 from flows.config import Config, load_config
 from tasks.external.launch import planned_start
 from tasks.preflight.memory import plan_of
-from tasks.stages import training_files
+from tasks.stage_inputs import training_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
