@@ -24,7 +24,7 @@ _CONVERSIONS = {"verl": vars(conversions), "mindspeed-rl": vars(conversions_mind
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting and its fate. `ours` holds our keys and values, `name` is the key's newest name."""
+    """One setting and its fate: `ours` are our keys and values, `name` is the key's newest name."""
 
     setting: Setting
     fate: Fate
@@ -56,7 +56,7 @@ class Account:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """Return our recipe as nested sections: the trainer's defaults, overridden by what is set."""
+        """Return our recipe as sections: the trainer's defaults, overridden by what is set."""
         entries = (*self.implied, *self.entries)
         return nested(
             {

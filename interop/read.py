@@ -291,7 +291,7 @@ def _setting(word: Word) -> Setting:
 def _one(
     found: list[tuple[Script, Training]], read: list[Script], training: int | None
 ) -> tuple[Script, Training]:
-    """Return the training to import; raises ForeignConfigError if there is none or it is ambiguous."""
+    """Return the training to import; raises ForeignConfigError for none, or for several."""
     if not found:
         raise ForeignConfigError(_nothing_found(read))
     if training is None and len(found) > 1:

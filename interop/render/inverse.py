@@ -1,4 +1,4 @@
-"""Convert our recipe to another trainer's settings: the inverse of an import, with the same table."""
+"""Convert our recipe to another trainer's settings: the inverse of an import, by the same table."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def _split(found: list[Piece], origin: str) -> Iterator[Word]:
 
 
 def scalar(source: str, scope: Scope) -> str:
-    """Expand a source without splitting: the right side of an assignment, or an operand of a test."""
+    """Expand a source without splitting: the value of an assignment, or an operand of a test."""
     return "".join(" " if piece.kind == "break" else piece.text for piece in pieces(source, scope))
 
 
