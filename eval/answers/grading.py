@@ -43,7 +43,7 @@ class AISBench:
 
 
 class Grade(NamedTuple):
-    """The answer extracted from a response, the headline verdict, and what else the grader found."""
+    """The answer found in a response, the headline verdict, and what else the grader says."""
 
     answer: str | None
     verdict: Verdict

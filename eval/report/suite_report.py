@@ -16,6 +16,7 @@ from eval.report.gates import (
     AFTER,
     BEFORE,
     LAST_NIGHT,
+    Gate,
     GateResult,
     check_gate,
     describe_gates,
@@ -116,8 +117,8 @@ def write_suite_report(
         pairs.append(Paired.of(member, comparison, before))
         others.add(member, before, after)
         # The front page of a suite shows what concerns the whole run.
-        shown = _of_benchmark(provenance, member.name) if is_suite else provenance
         own_steps = [] if is_suite else steps
+        shown = _of_benchmark(provenance, member.name) if is_suite else provenance
         own = make_report(comparison, own_steps, shown)
         if output_dir is not None:
             plots = {**draw_plots(comparison, own_steps), **_prompt_plots(shown)}
@@ -130,8 +131,7 @@ def write_suite_report(
     if is_suite:
         report |= _front(suite, compared, reports, steps, provenance)
         page_of = partial(_render_front, steps=steps, provenance=provenance)
-    measured = {BEFORE: _measured(compared), AFTER: _measured(compared), **others.measured()}
-    results = [check_gate(gate, measured, models.absent) for gate in parsed_gates]
+    results = others.check(parsed_gates, compared, models.absent)
     more = [*_left_out_sentences(folders), *_night_sentences(others.baselines, provenance)]
     sentences = [*report.get("sentences", [report["verdict"]]), *more, *describe_gates(results)]
     report |= {
@@ -144,8 +144,7 @@ def write_suite_report(
         "is_failed": any(result.is_passed is False for result in results),
     }
     if output_dir is not None:
-        if report["checkpoints"]:
-            _write_checkpoint_page(report, Path(output_dir))
+        _write_checkpoint_page(report, Path(output_dir))
         write_pages(report, page_of(report), output_dir)
     return report
 
@@ -288,12 +287,14 @@ class _Others:
         for checkpoint in self.checkpoints.values():
             checkpoint.add(member, {BEFORE: before}, is_later=True)
 
-    def measured(self) -> dict[str, Any]:
-        """The metrics of every baseline, in the form gates expect."""
-        return {
-            name: _measured(baseline.comparison(AFTER)) if baseline.pairs else {}
-            for name, baseline in self.baselines.items()
-        }
+    def check(
+        self, gates: Sequence[Gate], compared: SuiteComparison, absent: Mapping[str, str]
+    ) -> list[GateResult]:
+        """Check gates on the comparison and on those with the baselines."""
+        measured: dict[str, Any] = dict.fromkeys((BEFORE, AFTER), _measured(compared))
+        for name, baseline in self.baselines.items():
+            measured[name] = _measured(baseline.comparison(AFTER)) if baseline.pairs else {}
+        return [check_gate(gate, measured, absent) for gate in gates]
 
     def content(self, pairs: Sequence[Paired], models: Models) -> dict[str, Any]:
         """Fields of report.json. `pairs` are those of the model after the last step."""
@@ -372,10 +373,12 @@ def _prompt_plots(provenance: Provenance) -> Plots:
 
 
 def _write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
-    """Write checkpoints.html: accuracy over training steps."""
+    """Write checkpoints.html: accuracy over training steps, if there are any."""
     from markupsafe import Markup
 
     curve = report["checkpoints"]
+    if not curve:
+        return
     drawing = Markup(checkpoint_plot(curve))
     page = render("checkpoints.html.j2", report=report, curve=curve, drawing=drawing)
     write_atomically(make_folder(output_dir) / CHECKPOINT_PAGE, page)
