@@ -171,6 +171,7 @@ def test_a_host_with_another_ray_or_other_code_is_refused(
         "Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n"
     )
     (other_code / "tasks" / "nodes").mkdir(parents=True)
+    (other_code / "tasks" / "__init__.py").touch()  # else a folder of PYTHONPATH comes first
     (other_code / "tasks" / "nodes" / "on_node.py").write_text(
         "raise SystemExit('is not imported')\n"
     )
