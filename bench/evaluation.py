@@ -158,7 +158,7 @@ def evaluate(url: str, evaluation_set: EvaluationSet, folder: Path, concurrency:
     """Evaluate the mock server."""
     benchmark = Benchmark(evaluation_set, Sampling(max_tokens=64), folder)
     [summary] = evaluate_all(
-        [benchmark], [Endpoint(url, "m")], limits=Limits(concurrency=concurrency)
+        [benchmark], Endpoint(url, "m"), limits=Limits(concurrency=concurrency)
     )
     return summary
 

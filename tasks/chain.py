@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,9 @@ def evaluate_model(
                 run.store, link.stage, link.config, key.inputs, label in run.forced
             )
             link_stored_results(link.config, suite, folder)
-        commands = []
+        command = ""
         if any(one.stored is None for one in suite):
-            with served(link, model, log_path) as (servers, digest, model_folder):
+            with served(link, model, log_path) as (server, digest, model_folder):
                 files = {
                     name: Path(data.path, file)
                     for name, file in benchmark_files(link.config).items()
@@ -142,21 +142,20 @@ def evaluate_model(
                     for one in suite
                     if one.stored is None
                 ]
-                urls = ", ".join(server.base_url for server in servers)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
                 logger.info(
-                    "%s serves on %s; evaluating %d items", servers[0].model, urls, num_items
+                    "%s serves %s; evaluating %d items", server.base_url, server.model, num_items
                 )
                 on_progress = StageProgress(run, label).on_progress
                 evaluate_all(
                     missing,
-                    servers,
+                    server,
                     limits=limits_of(link.config.evaluate),
                     model_digest=digest,
                     on_progress=on_progress,
                 )
-            commands = [server.command for server in servers if server.command]
-        return {**suite_metrics(link.config, suite, folder), "serve_commands": commands}
+            command = server.command
+        return {**suite_metrics(link.config, suite, folder), "serve_command": command}
 
     return run.produce(label, key, build)
 
@@ -164,17 +163,17 @@ def evaluate_model(
 @contextlib.contextmanager
 def served(
     link: Link, model: Artifact | None, log_path: Path
-) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
-    """Yield servers, digest and folder of a model, or of the baseline behind `base_url`."""
+) -> Iterator[tuple[Server, str, Path | None]]:
+    """Yield server, digest and folder of a model, or of the baseline behind `base_url`."""
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         if baseline.failure:
             raise ServerUnreachable(baseline.failure)
-        yield [baseline.server], baseline.digest, served_folder(baseline.server)
+        yield baseline.server, baseline.digest, served_folder(baseline.server)
         return
     name = served_name(model.digest)
-    with serve_model(model.path, link.config.served, log_path=log_path, name=name) as servers:
-        yield servers, model.digest, Path(model.path)
+    with serve_model(model.path, link.config.served, log_path=log_path, name=name) as server:
+        yield server, model.digest, Path(model.path)
 
 
 @stage_task("train-policy")

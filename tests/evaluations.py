@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ LETTERS = {verdict[0] if verdict != "request_failed" else "f": verdict for verdi
 
 def evaluate(
     evaluation_set: EvaluationSet,
-    endpoints: Sequence[Endpoint],
+    endpoint: Endpoint,
     sampling: Sampling,
     output_dir: Path,
     *,
@@ -39,7 +39,7 @@ def evaluate(
 ) -> Summary:
     """Evaluate a single benchmark with `evaluate_all`."""
     benchmark = Benchmark(evaluation_set, sampling, output_dir, max_failed_ratio=max_failed_ratio)
-    [summary] = evaluate_all([benchmark], endpoints, **options)
+    [summary] = evaluate_all([benchmark], endpoint, **options)
     return summary
 
 

@@ -64,7 +64,7 @@ class Side:
 
     model: str
     name: str | None  # served name
-    urls: tuple[str, ...]  # of the servers
+    url: str | None  # of the server
     weights: str  # description of what identifies them
     engine: str | None  # version and settings, as reported by the server
     evaluation: str  # digest of the measurement; copies share it
@@ -295,7 +295,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     return Side(
         model=str(evaluation.settings["model"]),
         name=served.get("name"),
-        urls=tuple(served.get("urls", ())),
+        url=served.get("url"),
         weights=describe_weights(served),
         engine=served.get("engine"),
         evaluation=evaluation.digest,

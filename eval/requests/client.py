@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,19 +64,6 @@ class RequestError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
-class _Connector(aiohttp.TCPConnector):
-    """A connection pool that records when the newest connection was opened."""
-
-    opened_at = 0.0  # time.monotonic()
-
-    async def _create_connection(
-        self, *args: Any, **kwargs: Any
-    ) -> aiohttp.client_proto.ResponseHandler:
-        protocol = await super()._create_connection(*args, **kwargs)
-        self.opened_at = time.monotonic()
-        return protocol
-
-
 class Connection:
     """Keep-alive connections to one server. Use as an async context manager."""
 
@@ -87,11 +73,10 @@ class Connection:
         self._redact = redactor(_MIN_KEY_CHARS)
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
-        self._connector = _Connector(limit=0)
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
-            connector=self._connector,
+            connector=aiohttp.TCPConnector(limit=0),
             # YAML allows number keys
             json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),
             # a load balancer's cookie would pin all requests to one server
@@ -105,11 +90,6 @@ class Connection:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
-
-    @property
-    def opened_at(self) -> float:
-        """When the newest connection was opened (time.monotonic()), 0 before the first."""
-        return self._connector.opened_at
 
     async def answer(self, item: Item, sampling: Sampling, sample: int = 0) -> Answer:
         """Generate a response to an item, or rank its options if any. Raises RequestError."""

@@ -125,13 +125,13 @@ class Recorder:
             if (item.id, sample) not in self._rows
         ]
 
-    def keep_weights(self, weights: Weights, endpoints: Sequence[Endpoint]) -> None:
+    def keep_weights(self, weights: Weights, endpoint: Endpoint) -> None:
         """Store which weights produce the answers, and who serves them."""
         self.settings[SERVED] = {
             **weights.to_json(),
             HAS_FILES: weights.has_local_files,
-            "name": endpoints[0].model,
-            "urls": [endpoint.address for endpoint in endpoints],
+            "name": endpoint.model,
+            "url": endpoint.address,
         }
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
@@ -178,7 +178,7 @@ class Recorder:
         """Move all rows to `superseded-N/`, since another model may have produced some of them."""
         _move_aside(self.folder, [reason])
 
-    def finish(self, servers: str, outage: str) -> Summary:
+    def finish(self, server: str, outage: str) -> Summary:
         """Sort the rows like the items, and write and return the summary.
 
         Raises EvaluationError if too many requests failed or some were not sent, RequestsRefused if
@@ -186,7 +186,7 @@ class Recorder:
         """
         rows = self._rows
         try:
-            self._check_failures(rows, servers, outage)
+            self._check_failures(rows, server, outage)
         except EvaluationError as error:
             if 0 < self._num_refused == self._num_failed:
                 is_key = re.search(r"HTTP 40[13]\b", str(error)) is not None
@@ -202,7 +202,7 @@ class Recorder:
         _log(summary, self.name)
         return summary
 
-    def _check_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
+    def _check_failures(self, rows: dict[RowKey, Row], server: str, outage: str) -> None:
         """Raise EvaluationError if too many requests failed, or some were not sent."""
         failures = [row for row in rows.values() if not row.is_answered]
         num_unsent = len(self._expected) - len(rows)
@@ -211,9 +211,10 @@ class Recorder:
         unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
         raise EvaluationError(
-            f"{len(failures)} of {len(self._expected)} requests to {servers} failed{unsent}; at "
-            f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. The "
-            f"answers so far are kept in {self.folder}: run the same evaluation again to continue."
+            f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; "
+            f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
+            f"The answers so far are kept in {self.folder}: run the same evaluation again to "
+            "continue."
         )
 
 

@@ -32,7 +32,7 @@ _MAX_PENDING = 4096  # outcomes not yet recorded; beyond that the workers wait
 
 def evaluate_all(
     benchmarks: Sequence[Benchmark],
-    endpoints: Sequence[Endpoint],
+    endpoint: Endpoint,
     *,
     limits: Limits | None = None,
     model_digest: str | None = None,
@@ -40,8 +40,8 @@ def evaluate_all(
 ) -> list[Summary]:
     """Evaluate all benchmarks in one session. Returns their summaries, also written to files.
 
-    A problem on r rows of its file gets r times `sampling.num_samples` samples. The endpoints serve
-    one model and share the work, longest expected requests first. A folder with equal settings is
+    A problem on r rows of its file gets r times `sampling.num_samples` samples. The longest expected
+    requests are sent first. A folder with equal settings is
     resumed: only missing rows and failed requests are sent. If only the grader or the gold answers
     differ, stored rows are graded again. Otherwise the benchmark starts over, and the old files
     move to `superseded-N/`.
@@ -51,10 +51,8 @@ def evaluate_all(
     and other benchmarks are completed.
     """
     for benchmark in benchmarks:
-        if not (items := benchmark.evaluation_set.items) or not endpoints:
-            raise EvaluationError(
-                f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated"
-            )
+        if not benchmark.evaluation_set.items:
+            raise EvaluationError("0 items: nothing can be evaluated")
     with contextlib.ExitStack() as stack:
         recorders = []
         for benchmark in benchmarks:
@@ -62,18 +60,16 @@ def evaluate_all(
             grader = stack.enter_context(
                 benchmark.grader or GRADERS[benchmark.evaluation_set.grader]()
             )
-            settings = _settings(benchmark, endpoints[0], model_digest, grader.rule)
+            settings = _settings(benchmark, endpoint, model_digest, grader.rule)
             recorders.append(Recorder(benchmark, settings, grader))
         incomplete = [recorder for recorder in recorders if recorder.num_missing]
         known = next(
             (served for recorder in recorders if (served := recorder.served) is not None), None
         )
-        dispatcher = Dispatcher(endpoints, limits or Limits(), known)
+        dispatcher = Dispatcher(endpoint, limits or Limits(), known)
         if incomplete:
-            _Session(incomplete, dispatcher, endpoints, known).run(on_progress)
-        return _finish(
-            recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage
-        )
+            _Session(incomplete, dispatcher, endpoint, known).run(on_progress)
+        return _finish(recorders, endpoint.base_url, dispatcher.outage)
 
 
 def _settings(
@@ -103,12 +99,12 @@ def _settings(
     )
 
 
-def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Summary]:
+def _finish(recorders: Sequence[Recorder], server: str, outage: str) -> list[Summary]:
     """Write and return all summaries. Raises the failures of benchmarks as one error after that."""
     summaries, failures = [], dict[str, EvaluationError]()
     for recorder in recorders:
         try:
-            summaries.append(recorder.finish(servers, outage))
+            summaries.append(recorder.finish(server, outage))
         except EvaluationError as error:
             failures[recorder.name] = error
     if failures:
@@ -127,11 +123,11 @@ class _Session:
         self,
         recorders: Sequence[Recorder],
         dispatcher: Dispatcher,
-        endpoints: Sequence[Endpoint],
+        endpoint: Endpoint,
         weights: Weights | None,
     ) -> None:
         self._recorders = {recorder.name: recorder for recorder in recorders}
-        self._dispatcher, self._endpoints = dispatcher, endpoints
+        self._dispatcher, self._endpoint = dispatcher, endpoint
         if weights is not None:
             self._keep_weights(weights)
 
@@ -180,7 +176,7 @@ class _Session:
 
     def _keep_weights(self, weights: Weights) -> None:
         for recorder in self._recorders.values():
-            recorder.keep_weights(weights, self._endpoints)
+            recorder.keep_weights(weights, self._endpoint)
 
     def _stop_if_hopeless(self, recorder: Recorder) -> None:
         """Drop a benchmark when only failures come back; stop when no other is left."""

@@ -32,8 +32,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command(
     "eval",
     epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
-    "Two servers, four samples, your own file: dapo eval --base-url http://a:8000 --base-url "
-    "http://b:8000 "
+    "Four samples, your own file: dapo eval --base-url http://127.0.0.1:8000 "
     "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set "
     "evaluate.temperature=0.6. "
     "As in AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output "
@@ -42,12 +41,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     short_help="Evaluate a served model.",
 )
 def evaluate(
-    base_url: Annotated[
-        list[str],
-        typer.Option(
-            help="URL of an OpenAI-compatible server; repeat it for several of the same model."
-        ),
-    ],
+    base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")],
     output: Annotated[
         Path, typer.Option(help="Results folder; an unfinished evaluation in it is resumed.")
     ],
@@ -94,10 +88,10 @@ def evaluate(
     chosen = _chosen(dataset, data, suite, overrides or ())
     recipe = load_config_or_defaults(config, [*chosen, *(overrides or ())])
     settings, sets = recipe.evaluate, load_sets(recipe, data, dataset)
-    servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
-    identity, folder = served_model_identity(servers), served_folder(servers[0])
+    server = Endpoint(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
+    identity, folder = served_model_identity(server), served_folder(server)
     benchmarks = benchmarks_into(output, settings, sets, folder)
-    summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
+    summaries = evaluate_all(benchmarks, server, limits=limits_of(settings), model_digest=identity)
     for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
     _check_gates(output, settings, config if chosen else None)

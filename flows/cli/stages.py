@@ -310,18 +310,14 @@ def serve(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Serve a model with vLLM, as for an evaluation, until interrupted.
-
-    Several servers (serve.num_servers) log to serve-PID.log files in the store's .logs folder.
-    """
+    """Serve a model with vLLM, as for an evaluation, until interrupted."""
     from flows.config import load_config_or_defaults
     from tasks.serve_model.servers import serve_until_interrupted
 
     # Without a recipe, no prompt and response lengths have to fit.
     lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
     settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
-    log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
-    serve_until_interrupted(model, settings.served, log_path, dict(os.environ))
+    serve_until_interrupted(model, settings.served, os.environ)
 
 
 def _folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The section `serve`: settings of the `vllm serve` processes."""
+"""The section `serve`: settings of `vllm serve`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ _SERVE_KEYS = {
 
 
 class ServeConfig(Section):
-    """The `vllm serve` processes used for evaluation."""
+    """The server used for evaluation."""
 
-    num_servers: int = volatile(1, "Independent servers, each on its own devices.", ge=1, le=1024)
     tensor_parallel: int = volatile(1, "Devices that each layer is split across.", ge=1, le=1024)
     data_parallel: int = volatile(
-        1, "Replicas behind one server (vLLM data parallelism).", ge=1, le=1024
+        1, "Replicas of the model behind the server's URL, each on its own devices.", ge=1, le=1024
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
@@ -65,18 +64,13 @@ class ServeConfig(Section):
         gt=0,
     )
     host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
-    port: int = volatile(
-        0,
-        "First port to bind; further servers use the next ones. 0 picks free ports.",
-        ge=0,
-        le=65_535,
-    )
-    startup_seconds: float = volatile(900.0, "Time limit for all servers to become healthy.", gt=0)
+    port: int = volatile(0, "Port to bind; 0 picks a free one.", ge=0, le=65_535)
+    startup_seconds: float = volatile(900.0, "Time limit for the server to become healthy.", gt=0)
     extra_args: tuple[str, ...] = key((), "More arguments of `vllm serve`.")
 
     @property
-    def devices_per_server(self) -> int:
-        """Devices used by one server."""
+    def num_devices(self) -> int:
+        """Devices that the server uses."""
         return self.tensor_parallel * self.data_parallel
 
     @model_validator(mode="after")
@@ -87,17 +81,6 @@ class ServeConfig(Section):
                 "serve.memory_gigabytes="
                 f"{self.memory_gigabytes:g}, which sizes the KV cache by itself; set one of the "
                 "two to null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ports_exist(self) -> ServeConfig:
-        last = self.port + self.num_servers - 1
-        if self.port and last > 65_535:
-            raise ValueError(
-                f"serve.port={self.port} with serve.num_servers={self.num_servers} needs ports up "
-                f"to {last}, "
-                "beyond 65535; lower serve.port, or set it to 0"
             )
         return self
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
 def _query(folder: Path, baseline: BaselineConfig) -> ServedModel:
     server, variable = server_of(baseline), baseline.api_key_variable or "its api_key_variable"
     terms = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
-    identity = served_model_identity([server], terms)
+    identity = served_model_identity(server, terms)
     weights = Weights(None, _logprobs(server))
     known = _known_file(folder, identity)
     same = (other for other in _known_weights(known) if other.difference(weights) is None)
@@ -183,36 +183,24 @@ def served_folder(server: Endpoint) -> Path | None:
     return root if (root / "config.json").is_file() else None
 
 
-def served_model_identity(servers: Sequence[Endpoint], terms: ServedBy = ServedBy()) -> str:
+def served_model_identity(server: Endpoint, terms: ServedBy = ServedBy()) -> str:
     """A digest of the served model: its folder, and its files if they are local.
 
-    Raises ServeError if a server does not serve that name, or serves a different model than the
-    first server, and ServerUnreachable if one does not answer.
+    Raises ServeError if the server does not serve that name, and ServerUnreachable if it does not
+    answer.
     """
-    identities = [_identity(server, terms) for server in servers]
-    for server, identity in zip(servers, identities, strict=True):
-        if identity != identities[0]:
-            raise ServeError(
-                f"{server.base_url} serves {identity[0]} and {servers[0].base_url} "
-                f"{identities[0][0]}, or other files of that name: all servers must serve the same "
-                "model; start them with the same folder"
-            )
-    return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
-
-
-def _identity(server: Endpoint, terms: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
-    url = server.url("models")
     roots = _served_models(server, terms)
     if server.model not in roots:
         raise ServeError(
-            f"{url} serves {', '.join(roots)}, not {server.model!r}; set {terms.model}"
+            f"{server.url('models')} serves {', '.join(roots)}, not {server.model!r}; set "
+            f"{terms.model}"
         )
     folder = Path(roots[server.model])
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.glob("*.safetensors"))
     ]
-    return str(folder), files
+    return hashlib.sha256(repr((str(folder), files)).encode()).hexdigest()
 
 
 def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client:

@@ -24,7 +24,7 @@ from tasks.links import chain_of
 from tasks.preflight.cluster import check_cluster, check_devices_here
 from tasks.preflight.environment import check_environment
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
-from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
+from tasks.serve_model.command import choose_port, vllm_device
 from tasks.tracking.processes import require_trackers
 
 if TYPE_CHECKING:
@@ -108,11 +108,10 @@ def _is_on_a_cluster(config: ChainConfig) -> bool:
 
 
 def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Check devices, ports and compiler of the servers, and on a CPU the model's head size."""
+    """Check port and compiler of the server, and on a CPU the model's head size."""
     serve = config.serve
     with findings.catching("serving"):
-        serve_environments(serve, os.environ)
-        choose_ports(serve)
+        choose_port(serve)
         if vllm_device().kind == "cpu":
             if not serve.eager and not any(map(shutil.which, ("g++", "c++", "clang++"))):
                 raise ConfigError(

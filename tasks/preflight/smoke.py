@@ -56,7 +56,6 @@ def _ask_server(
     findings: Findings,
 ) -> None:
     began = time.monotonic()
-    settings = config.served.model_copy(update={"num_servers": 1})
     prompt = (
         evaluation.items[0].prompt
         if evaluation is not None
@@ -65,7 +64,7 @@ def _ask_server(
     if config.model.chat_template is not None:  # added by fetch-model; this folder may not have it
         prompt = QUESTION
     is_chat = not isinstance(prompt, str)
-    with serve_model(model, settings, log_path) as (server,):
+    with serve_model(model, config.served, log_path) as server:
         body = {"model": server.model, "max_tokens": NUM_TOKENS, "temperature": 0.0}
         body |= {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         answer = httpx.post(

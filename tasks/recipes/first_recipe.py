@@ -167,7 +167,7 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
     rollout["max_response_tokens"] = lengths.response
     serve: dict[str, Any] = {
         "max_model_len": lengths.served,
-        "num_servers": 1 if is_cpu else machine.num_devices,
+        "data_parallel": 1 if is_cpu else machine.num_devices,
     }
     train: dict[str, Any] = {
         "device": machine.kind,

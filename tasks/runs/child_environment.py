@@ -18,7 +18,7 @@ from tasks.external.launch import own_ray
 from tasks.links import Link
 from tasks.preflight.environment import table_rows
 from tasks.processes.child import OUTPUT_AT_ONCE
-from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environments
+from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environment
 from tasks.stages import EVALUATE_MODEL
 from tasks.tracking.clients import MLFLOW
 
@@ -79,9 +79,9 @@ def _given(
                 passive = {"OMP_WAIT_POLICY": WORKERS["OMP_WAIT_POLICY"]}
                 yield Given("fetch-model", passive, is_default=True)
         case "evaluate_model" if (
-            link.stage is EVALUATE_MODEL and metrics.get("serve_commands") != []
+            link.stage is EVALUATE_MODEL and metrics.get("serve_command") != ""
         ):
-            yield from _of_servers(config, environment)
+            yield from _of_server(config, environment)
         case "train_policy":
             yield from _of_command("training")
             yield from (
@@ -97,21 +97,10 @@ def _of_command(name: str) -> Iterator[Given]:
     yield Given(name, {**OUTPUT_AT_ONCE, **COMMANDS}, is_default=True)
 
 
-def _of_servers(config: ChainConfig, environment: Mapping[str, str]) -> Iterator[Given]:
-    first, *others = servers = serve_environments(config.served, environment)
-    shared = {
-        name: value
-        for name, value in first.items()
-        if all(one.get(name) == value for one in others)
-    }
-    yield Given("servers", OUTPUT_AT_ONCE, is_default=True)
-    yield Given(
-        "servers", shared | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"}
-    )
-    for number, place in enumerate(servers, 1):
-        yield Given(
-            f"server {number}", {name: value for name, value in place.items() if name not in shared}
-        )
+def _of_server(config: ChainConfig, environment: Mapping[str, str]) -> Iterator[Given]:
+    yield Given("server", OUTPUT_AT_ONCE, is_default=True)
+    hidden = {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"}
+    yield Given("server", serve_environment(config.served, environment) | hidden)
 
 
 def _of_training(config: ChainConfig) -> Iterator[Given]:

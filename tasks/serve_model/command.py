@@ -1,4 +1,4 @@
-"""Command line, ports, devices and environment of `vllm serve` processes."""
+"""Command line, ports, devices and environment of `vllm serve`."""
 
 from __future__ import annotations
 
@@ -108,35 +108,38 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return redact(" ".join([*shown, shlex.join(command)]))
 
 
-def serve_environments(
-    settings: ServeConfig, environment: Mapping[str, str]
-) -> list[dict[str, str]]:
-    """Variables that each server gets in addition: no telemetry, and its devices."""
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+def serve_environment(settings: ServeConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that the server gets in addition: no telemetry, and on a CPU its cores."""
+    added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if settings.eager:
         # --enforce-eager still compiles the sampler, which requires a C++ compiler on a CPU
-        quiet["TORCHDYNAMO_DISABLE"] = "1"
-    places: list[dict[str, str]] = [{}] * settings.num_servers
-    if _fits_one_process(settings, environment):
-        # Runs the worker in the engine process, which saves 10 s of startup.
-        quiet[WORKER_PROCESS_VARIABLE] = "0"
-    if settings.num_servers > 1 or settings.devices_per_server > 1:
-        device = vllm_device()
-        if device.kind == "cpu":
-            places = _share_cores(settings, environment)
-        elif settings.num_servers > 1:
-            places = _share_devices(settings, device, environment)
-    return [{**quiet, **place} for place in places]
+        added["TORCHDYNAMO_DISABLE"] = "1"
+    if vllm_device().kind != "cpu" or CPU_BINDING_VARIABLE in environment:
+        return added
+    if settings.num_devices > 1:
+        added[CPU_BINDING_VARIABLE] = _cores_of_workers(settings.num_devices)
+    elif (
+        WORKER_PROCESS_VARIABLE not in environment
+        and len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
+    ):
+        added[WORKER_PROCESS_VARIABLE] = "0"  # the worker in the engine's process: 10 s less
+    return added
 
 
-def _fits_one_process(settings: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """True for a single server on few CPU cores whose threads and worker process are not
-    configured.
+def _cores_of_workers(num_workers: int) -> str:
+    """Cores for each worker; vLLM itself wants a NUMA node for each.
+
+    Like vLLM, leaves one core per worker to the scheduler. With fewer cores than workers, nothing
+    is bound.
     """
-    is_single = settings.num_servers == settings.devices_per_server == 1
-    is_configured = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
-    is_small = len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
-    return is_single and is_small and not is_configured and vllm_device().kind == "cpu"
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_workers
+    if share == 0:
+        return "nobind"
+    starts = range(0, num_workers * share, share)
+    return "|".join(
+        ",".join(map(str, cores[start : start + max(1, share - 1)])) for start in starts
+    )
 
 
 def vllm_device() -> Device:
@@ -152,67 +155,24 @@ def vllm_device() -> Device:
     )
 
 
-def _share_devices(
-    settings: ServeConfig, device: Device, environment: Mapping[str, str]
-) -> list[dict[str, str]]:
-    """The visible devices assigned to each server."""
-    each, names = settings.devices_per_server, device.visible(environment)
-    needed = each * settings.num_servers
-    if needed > len(names):
-        raise ServeError(
-            f"serve.num_servers={settings.num_servers} x "
-            f"serve.tensor_parallel={settings.tensor_parallel} x "
-            f"serve.data_parallel={settings.data_parallel} = {needed} devices, but {len(names)} "
-            "are visible "
-            f"({device.visible_variable}={environment.get(device.visible_variable, 'unset')}); "
-            "lower one"
-        )
-    parts = [names[start : start + each] for start in range(0, needed, each)]
-    return [{device.visible_variable: ",".join(part)} for part in parts]
-
-
-def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Cores for the workers of each server; vLLM would bind all servers to the same cores.
-
-    Like vLLM, leaves one core per worker to the scheduler. With fewer cores than workers, nothing
-    is bound.
-    """
-    num_servers, each = settings.num_servers, settings.devices_per_server
-    if CPU_BINDING_VARIABLE in environment:
-        return [{}] * num_servers
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // (each * num_servers)
-    if share == 0:
-        return [{CPU_BINDING_VARIABLE: "nobind"}] * num_servers
-    num_bound = max(1, share - 1)
-    starts = range(0, each * num_servers * share, share)
-    workers = [",".join(map(str, cores[start : start + num_bound])) for start in starts]
-    return [
-        {CPU_BINDING_VARIABLE: "|".join(workers[first : first + each])}
-        for first in range(0, len(workers), each)
-    ]
-
-
 def base_url(host: str, port: int) -> str:
     """The URL of a server on this machine that is bound to the host."""
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{address}]:{port}" if is_ipv6(address) else f"http://{address}:{port}"
 
 
-def choose_ports(settings: ServeConfig) -> list[int]:
-    """A port per server: serve.port and following, or free ones."""
+def choose_port(settings: ServeConfig) -> int:
+    """serve.port, or a free one."""
     if settings.port == 0:
         try:
-            return free_ports(settings.host, settings.num_servers)
+            return free_ports(settings.host, 1)[0]
         except OSError as error:
             raise ServeError(
                 f"serve.host={settings.host} has no free port to bind: {error}; set serve.host"
             ) from None
-    ports = [settings.port + number for number in range(settings.num_servers)]
-    for port in ports:
-        if fault := bind_fault(settings.host, port):
-            raise ServeError(
-                f"port {port} on {settings.host} cannot be bound: {fault}; set serve.port=0 to "
-                "take a free one"
-            )
-    return ports
+    if fault := bind_fault(settings.host, settings.port):
+        raise ServeError(
+            f"port {settings.port} on {settings.host} cannot be bound: {fault}; set serve.port=0 "
+            "to take a free one"
+        )
+    return settings.port

@@ -1,4 +1,4 @@
-"""Starts `vllm serve` processes, waits until all are healthy, and stops them together."""
+"""Starts `vllm serve`, waits until it is healthy, and stops it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 
@@ -19,16 +20,15 @@ from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret
 from tasks.config.serve import ServeConfig
 from tasks.processes.child import SupervisedProcess, background_command
-from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,
     SERVED_NAME,
     SOCKETS_VARIABLE,
     base_url,
-    choose_ports,
+    choose_port,
     serve_command,
-    serve_environments,
+    serve_environment,
     shell_line,
     with_supported_dtype,
     without_chunked_prefill,
@@ -58,36 +58,45 @@ class Server(Endpoint):
 @contextlib.contextmanager
 def serve_model(
     model_path: str | Path, settings: ServeConfig, log_path: Path, name: str = SERVED_NAME
-) -> Iterator[tuple[Server, ...]]:
-    """Yield serve.num_servers healthy servers that serve the model as `name`; all are stopped after
-    the block.
+) -> Iterator[Server]:
+    """Yield a healthy server that serves the model as `name`; it is stopped after the block.
 
-    A server is healthy once it lists the model and has completed one token. The first server logs
-    to `log_path`, the others beside it with their number. Raises ModelError before starting if the
-    folder cannot be served. Raises ServeError, quoting the server's output, if there is no free
-    port or device, a server ends, or one is not healthy within serve.startup_seconds; ServerDied if
-    one was killed, or an evaluation in the block failed because one ended.
+    A server is healthy once it lists the model and has completed one token. Raises ModelError
+    before starting if the folder cannot be served. Raises ServeError, quoting the server's output,
+    if there is no free port, or the server ends or is not healthy within serve.startup_seconds;
+    ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
     settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
-    with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
+    deadline = time.monotonic() + settings.startup_seconds
+    api_key = secrets.token_urlsafe(24)
+    add_secret(api_key)
+    port, place = choose_port(settings), serve_environment(settings, os.environ)
+    command = serve_command(model_path, settings, port, name)
+    logger.info("vllm serve: %s", shell_line(command, place))
+    words = ["MODEL" if word == str(model_path) else word for word in command[1:]]
+    line = shell_line(["python", *words], place)
+    with background_command(
+        command,
+        log_path=log_path,
+        label="vllm serve",
+        env=place | _own_secrets(api_key),
+        folder_variable=SOCKETS_VARIABLE,
+    ) as process:
+        server = Server(base_url(settings.host, port), name, api_key, line, process)
+        _await_health(server, process, deadline, settings)
         try:
-            yield tuple(one.server for one in running)
+            yield server
         except EvaluationError as error:
-            ended = next((one for one in running if one.process.poll() is not None), None)
-            if ended is None:
+            if process.poll() is None:
                 raise
-            raise ended.failure(f"It answered before it ended: {error}", ServerDied) from None
+            raise _failure(process, f"It answered before it ended: {error}", ServerDied) from None
 
 
 def serve_until_interrupted(
-    model_path: str | Path, settings: ServeConfig, log_path: Path, environment: Mapping[str, str]
-) -> None:
-    """Serve in the foreground. Without VLLM_API_KEY a new key is generated and logged.
-
-    A single server replaces this process, so the call never returns. Several servers are monitored;
-    ServeError is raised if one ends.
-    """
+    model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]
+) -> NoReturn:
+    """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged."""
     require_servable(model_path, settings, environment, key="MODEL")
     settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
@@ -96,95 +105,52 @@ def serve_until_interrupted(
         logger.info(
             "%s=%s  # generated for this server; set your own to keep it", API_KEY_VARIABLE, api_key
         )
-    if settings.num_servers == 1:
-        command = serve_command(model_path, settings, choose_ports(settings)[0])
-        [place] = serve_environments(settings, environment)
-        logger.info("%s", shell_line(command, place))
-        os.execvpe(command[0], command, {**environment, **place, API_KEY_VARIABLE: api_key})
-    with _run_servers(model_path, settings, log_path, SERVED_NAME, api_key) as running:
-        logger.info(
-            "%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running)
-        )
-        while all(one.process.poll() is None for one in running):
-            time.sleep(POLL_SECONDS)
-        ended = next(one for one in running if one.process.poll() is not None)
-        raise ended.failure("The other servers are stopped")
+    command = serve_command(model_path, settings, choose_port(settings))
+    place = serve_environment(settings, environment)
+    logger.info("%s", shell_line(command, place))
+    os.execvpe(command[0], command, {**environment, **place, API_KEY_VARIABLE: api_key})
 
 
-@dataclass(frozen=True)
-class _Running:
-    """A running server, healthy or still starting."""
+def _own_secrets(api_key: str) -> dict[str, str | None]:
+    """Variables that take all secrets from a server except its key and Ray's.
 
-    server: Server
-    process: SupervisedProcess
-    is_healthy: threading.Event
-
-    def failure(self, meaning: str, kind: type[ServeError] = ServeError) -> ServeError:
-        """The error for a server that ended; ServerDied if a retry may help."""
-        return failure_of(self.process.failure(), self.process.tail(CAUSE_LINES), meaning, kind)
-
-
-@contextlib.contextmanager
-def _run_servers(
-    model_path: str | Path, settings: ServeConfig, log_path: Path, name: str, api_key: str
-) -> Iterator[list[_Running]]:
-    """Yield the servers once all are healthy. Raises ServeError if one ends first, or at the
-    deadline.
+    A server may use a Ray cluster through serve.extra_args.
     """
-    deadline = time.monotonic() + settings.startup_seconds
-    add_secret(api_key)
-    # Servers get no secrets except their key and Ray's, since serve.extra_args may use a Ray
-    # cluster.
-    secret_env = dict.fromkeys(
-        name
+    hidden: dict[str, str | None] = {
+        name: None
         for name, value in os.environ.items()
         if is_secret(name, value) and not name.startswith("RAY_")
-    )
-    secret_env[API_KEY_VARIABLE] = api_key
-    places = serve_environments(settings, os.environ)
-    running: list[_Running] = []
+    }
+    return hidden | {API_KEY_VARIABLE: api_key}
+
+
+def _failure(
+    process: SupervisedProcess, meaning: str, kind: type[ServeError] = ServeError
+) -> ServeError:
+    """The error for a server that ended; ServerDied if a retry may help."""
+    return failure_of(process.failure(), process.tail(CAUSE_LINES), meaning, kind)
+
+
+def _await_health(
+    server: Server, process: SupervisedProcess, deadline: float, settings: ServeConfig
+) -> None:
+    """Return once the server is healthy. Raises ServeError if it ends first, or at the deadline."""
     is_over = threading.Event()
-    with contextlib.ExitStack() as stack:
-        try:
-            for number, port in enumerate(choose_ports(settings), start=1):
-                label, log = "vllm serve", log_path
-                if settings.num_servers > 1:
-                    label += f" {number} of {settings.num_servers}"
-                if number > 1:
-                    log = log_path.with_name(f"{log_path.stem}-{number}{log_path.suffix}")
-                place = places[number - 1]
-                command = serve_command(model_path, settings, port, name)
-                logger.info("%s: %s", label, shell_line(command, place))
-                process = stack.enter_context(
-                    background_command(
-                        command,
-                        log_path=log,
-                        label=label,
-                        env=place | secret_env,
-                        folder_variable=SOCKETS_VARIABLE,
-                    )
+    is_healthy = _watch_health(server, is_over)
+    try:
+        while not is_healthy.is_set():
+            if process.poll() is not None:
+                advice = "It ended before it was healthy; correct serve.* or the model folder"
+                raise _failure(process, advice)
+            if time.monotonic() >= deadline:
+                tail = "\n".join([f"{process.log_path}:", *process.tail(TAIL_LINES)])
+                raise ServeError(
+                    "vllm serve is not healthy after serve.startup_seconds="
+                    f"{settings.startup_seconds:g}; raise it, or see its last lines, from {tail}"
                 )
-                portable = [
-                    "python",
-                    *("MODEL" if word == str(model_path) else word for word in command[1:]),
-                ]
-                line = shell_line(portable, place)
-                server = Server(base_url(settings.host, port), name, api_key, line, process)
-                running.append(_Running(server, process, _watch_health(server, is_over)))
-            while pending := [one for one in running if not one.is_healthy.is_set()]:
-                if ended := [one for one in pending if one.process.poll() is not None]:
-                    raise ended[0].failure(
-                        "It ended before it was healthy; correct serve.* or the model folder"
-                    )
-                if time.monotonic() >= deadline:
-                    raise _too_late(pending, settings)
-                time.sleep(POLL_SECONDS)
-            yield running
-        finally:
-            is_over.set()
-            for one in running:  # in parallel; the stack then waits for each
-                if one.process.poll() is None:
-                    one.process.request(STOP)
+            time.sleep(POLL_SECONDS)
+    finally:
+        is_over.set()
 
 
 def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:
@@ -217,14 +183,3 @@ def _answers(client: httpx.Client, server: Server) -> bool:
         return client.post(server.url("completions"), json=body).is_success
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False
-
-
-def _too_late(pending: Sequence[_Running], settings: ServeConfig) -> ServeError:
-    tails = [
-        "\n".join([f"{one.process.label}, {one.process.log_path}:", *one.process.tail(TAIL_LINES)])
-        for one in pending
-    ]
-    return ServeError(
-        f"{len(pending)} of {settings.num_servers} servers not healthy after serve.startup_seconds="
-        f"{settings.startup_seconds:g}; raise it, or see their last lines:\n" + "\n".join(tails)
-    )

@@ -84,7 +84,7 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
 
     def evaluate_and_kill() -> None:
         due.release()
-        evaluate(evaluation_set, [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=limits)
+        evaluate(evaluation_set, Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=limits)
 
     server.behave = kill_or_hold
     kept: dict[RowKey, Row] = {}
@@ -102,7 +102,7 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
     with running() as another:
         summary = evaluate(
-            evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits
+            evaluation_set, Endpoint(another.url, "m"), SAMPLING, tmp_path, limits=limits
         )
         assert (summary.accuracy, len(another.requests)) == (
             1.0,

@@ -228,7 +228,7 @@ def test_an_export_contains_no_path_of_this_machine(
         path.name for path in files if any(place in path.read_bytes() for place in places)
     ] == []
     manifest = json.loads((tmp_path / "model" / "manifests" / "evaluate_after.json").read_text())
-    [command] = manifest["metrics"]["serve_commands"]
+    command = manifest["metrics"]["serve_command"]
     assert " python -m dapo_core.engines.vllm_command serve MODEL --served-model-name " in command
 
 

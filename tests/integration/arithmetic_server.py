@@ -196,8 +196,8 @@ def serving_the_chain(patch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
     with running() as server:
 
         @contextlib.contextmanager
-        def serve(*_: object, **__: object) -> Iterator[list[Server]]:
-            yield [Server(server.url, "m", "", "vllm serve MODEL")]
+        def serve(*_: object, **__: object) -> Iterator[Server]:
+            yield Server(server.url, "m", "", "vllm serve MODEL")
 
         server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{7}")
         patch.setattr(chain, "serve_model", serve)

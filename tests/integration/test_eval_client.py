@@ -18,8 +18,7 @@ import pytest
 from eval import EvaluationError
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
-from eval.requests import dispatch
-from eval.requests.client import Answer, Connection, _retry_after
+from eval.requests.client import Answer, _retry_after
 from eval.requests.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.results.rows import read_rows
 from tests.evaluations import evaluate
@@ -42,12 +41,6 @@ LIMITS = Limits(
     backoff_seconds=0.01,
     outage_seconds=4 * FAR,
 )
-
-
-@pytest.fixture
-def other() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 @pytest.fixture
@@ -76,7 +69,7 @@ def ask(
         outcomes.append(outcome)
 
     async def one() -> None:
-        dispatcher = Dispatcher([endpoint], replace(LIMITS, **limits))
+        dispatcher = Dispatcher(endpoint, replace(LIMITS, **limits))
         await dispatcher.run([Request(Item("x", prompt, "5"), sample, sampling)], finish)
 
     asyncio.run(one())
@@ -171,7 +164,7 @@ def test_an_api_key_echoed_by_the_server_is_redacted(
 
     server.behave = echo
     with pytest.raises(EvaluationError) as caught:
-        evaluate(make_set(1), [endpoint], SAMPLING, tmp_path)
+        evaluate(make_set(1), endpoint, SAMPLING, tmp_path)
     assert "sk-0" not in str(caught.value) + (tmp_path / "results.jsonl").read_text()
     monkeypatch.setenv("DB_PASSWORD", "123456")  # an answer is not mistaken for it
     server.behave = lambda handler, prompt, attempt: handler.answer("123451 + 5 = ?")
@@ -233,7 +226,7 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
         b' "usage": {"completion_tokens": NaN}}'
     )
     server.behave = lambda handler, prompt, attempt: handler.send(200, body)
-    assert evaluate(make_set(1), [endpoint], SAMPLING, tmp_path).accuracy == 1.0
+    assert evaluate(make_set(1), endpoint, SAMPLING, tmp_path).accuracy == 1.0
     row = read_rows(tmp_path)["item-0", 0]
     assert (row.response, row.finish_reason, row.response_tokens) == (
         "\ufffd \\boxed{1}",
@@ -269,7 +262,7 @@ def test_requests_per_second_are_limited(
     start = time.monotonic()
     evaluate(
         make_set(21),
-        [endpoint],
+        endpoint,
         SAMPLING,
         tmp_path,
         limits=replace(LIMITS, requests_per_second=50.0),
@@ -296,7 +289,7 @@ def test_progress_shows_retries_and_estimates_only_the_rest(
     with caplog.at_level("INFO"):
         evaluate(
             items,
-            [endpoint],
+            endpoint,
             SAMPLING,
             tmp_path,
             limits=LIMITS,
@@ -304,28 +297,6 @@ def test_progress_shows_retries_and_estimates_only_the_rest(
         )
     last = [text for text in caplog.messages if " of 10 items done" in text][-2:]
     assert [text.partition("tokens/s")[2] for text in last] == [", 1 to retry", ""]
-
-
-def test_two_servers_share_the_work_at_full_concurrency(
-    server: ArithmeticServer, other: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
-) -> None:
-    both = threading.Barrier(16, timeout=FAR)  # breaks unless 8 requests reach each server at once
-    server.behave = other.behave = lambda handler, prompt, attempt: both.wait() < 0
-    endpoints = [endpoint, Endpoint(other.url, "m")]
-    assert evaluate(make_set(48), endpoints, SAMPLING, tmp_path, limits=LIMITS).accuracy == 1.0
-    assert len(server.requests) + len(other.requests) == 48
-    assert set(server.asked) & set(other.asked) == set()
-    assert (server.most_in_flight, other.most_in_flight) == (8, 8)
-
-
-def test_requests_of_an_unreachable_server_go_to_the_other(
-    endpoint: Endpoint, closed_port: Endpoint, tmp_path: Path
-) -> None:
-    start = time.monotonic()
-    summary = evaluate(make_set(30), [closed_port, endpoint], SAMPLING, tmp_path, limits=LIMITS)
-    assert summary.accuracy == 1.0
-    assert time.monotonic() - start < LIMITS.outage_seconds / 2
-    assert {row.attempts for row in read_rows(tmp_path).values()} == {1}
 
 
 def test_a_server_known_to_have_ended_is_given_up_at_once(
@@ -337,43 +308,8 @@ def test_a_server_known_to_have_ended_is_given_up_at_once(
 
     start = time.monotonic()
     with pytest.raises(EvaluationError, match="30 were not sent because no server answered"):
-        evaluate(
-            make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS
-        )
+        evaluate(make_set(30), Ended(closed_port.base_url, "m"), SAMPLING, tmp_path, limits=LIMITS)
     assert time.monotonic() - start < LIMITS.outage_seconds / 2
-
-
-@pytest.mark.parametrize("fault", ["dies", "hangs", "only fails"])
-def test_requests_of_a_failing_server_go_to_the_other(
-    server: ArithmeticServer,
-    other: ArithmeticServer,
-    endpoint: Endpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-) -> None:
-    release = threading.Event()
-
-    def impatient(asked: Endpoint, seconds: float) -> Connection:
-        # the healthy one may be slow
-        return Connection(asked, 0.5 if asked == endpoint else seconds)
-
-    def go_bad(handler: Handler, prompt: str, attempt: int) -> bool:
-        if handler.number < 6:
-            return False
-        if fault == "dies":
-            server.socket.close()
-            return handler.drop()
-        return release.wait(FAR) if fault == "hangs" else handler.send(500, b"engine is dead")
-
-    server.behave = go_bad
-    monkeypatch.setattr(dispatch, "Connection", impatient)
-    limits = replace(LIMITS, concurrency=4)
-    summary = evaluate(
-        make_set(60), [endpoint, Endpoint(other.url, "m")], SAMPLING, tmp_path, limits=limits
-    )
-    release.set()
-    assert (summary.accuracy, summary.n) == (1.0, 60)
 
 
 def test_a_server_restart_loses_no_answers(
@@ -402,7 +338,7 @@ def test_a_server_restart_loses_no_answers(
         first.behave = hold
         serving = threads.submit(serve, first)
         summary = evaluate(
-            make_set(80), [Endpoint(first.url, "m")], SAMPLING, tmp_path, limits=LIMITS
+            make_set(80), Endpoint(first.url, "m"), SAMPLING, tmp_path, limits=LIMITS
         )
         finished.set()
         serving.result()

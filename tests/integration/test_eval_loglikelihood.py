@@ -62,7 +62,7 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(
     )
     asked = load_set(path, mode="loglikelihood")
     for side in ("before", "after"):
-        summary = evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / side)
+        summary = evaluate(asked, Endpoint(server.url, "m"), SAMPLING, tmp_path / side)
     rows = list(read_rows(tmp_path / "before").values())
     # Sums: red -2, blue -0.75 - 0.75 - 1 = -2.5, seven -5. By character: red -2/3, blue -2.5/14,
     # seven -1.
@@ -202,7 +202,7 @@ def test_a_server_without_log_probs_of_prompts_is_refused(
         RequestsRefused,
         match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs",
     ):
-        evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / "out")
+        evaluate(asked, Endpoint(server.url, "m"), SAMPLING, tmp_path / "out")
 
 
 def test_a_scorer_with_loglikelihood_is_refused() -> None:

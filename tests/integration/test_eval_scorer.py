@@ -53,7 +53,7 @@ def sums(count: int) -> EvaluationSet:
 def evaluated(server: ArithmeticServer, folder: Path, scorer: object, count: int = 5) -> Summary:
     settings = load_config_or_defaults(None, [f"evaluate.scorer={scorer}"]).evaluate
     benchmark = Benchmark(sums(count), SAMPLING, folder, grader=grader_for(settings))
-    return evaluate_all([benchmark], [Endpoint(server.url, "m")])[0]
+    return evaluate_all([benchmark], Endpoint(server.url, "m"))[0]
 
 
 def test_a_scorer_file_grades_and_its_failures_are_counted(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from eval.requests.run import evaluate_all
 from eval.results.rows import load_evaluation, read_rows
 from eval.results.suite import describe_suite, read_suite
 from flows.cli import app
-from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 200.0  # longer than any machine stalls
@@ -36,9 +35,8 @@ LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02  # of simulated time
 
 @dataclass(eq=False)
 class Held:
-    """A request in flight at a server."""
+    """A request in flight."""
 
-    server: ArithmeticServer
     number: int  # of the problem
     begin: float
     end: float
@@ -46,22 +44,21 @@ class Held:
 
 
 class Simulation:
-    """Answers requests in the order of a simulated clock, whenever all servers are fully loaded."""
+    """Answers requests in the order of a simulated clock, whenever the server is fully loaded."""
 
-    def __init__(self, servers: list[ArithmeticServer], num_requests: int) -> None:
+    def __init__(self, server: ArithmeticServer, num_requests: int) -> None:
         self.begun: list[Held] = []
-        self._servers, self._num_requests = servers, num_requests
+        self._num_requests = num_requests
         self._now = 0.0
         self._in_work: list[Held] = []
         self._changed = threading.Condition()
-        for server in servers:
-            server.behave = self._hold
+        server.behave = self._hold
 
     def _hold(self, handler: Handler, prompt: str, attempt: int) -> bool:
         number = int(prompt.split()[0])
         with self._changed:
             end = self._now + (LONG_SECONDS if number >= LONG else SHORT_SECONDS)
-            held = Held(handler.server, number, self._now, end)
+            held = Held(number, self._now, end)
             self.begun.append(held)
             self._in_work.append(held)
             self._changed.notify()
@@ -69,26 +66,20 @@ class Simulation:
         return False
 
     def _is_busy(self) -> bool:
-        in_work = [sum(held.server is server for held in self._in_work) for server in self._servers]
-        return len(self.begun) == self._num_requests or min(in_work) == LIMITS.concurrency
+        is_full = len(self._in_work) == LIMITS.concurrency
+        return is_full or len(self.begun) == self._num_requests
 
     def run(self) -> None:
-        """Answer every request. Fails if a server is left idle."""
+        """Answer every request. Fails if the server is left idle."""
         for _ in range(self._num_requests):
             with self._changed:
                 assert self._changed.wait_for(self._is_busy, FAR), (
-                    "a server is idle while requests are left"
+                    "the server is idle while requests are left"
                 )
                 first = min(self._in_work, key=lambda held: held.end)
                 self._in_work.remove(first)
                 self._now = first.end
             first.may_end.set()
-
-
-@pytest.fixture
-def servers() -> Iterator[list[ArithmeticServer]]:
-    with running() as one, running() as other:
-        yield [one, other]
 
 
 def set_of(count: int, first: int) -> EvaluationSet:
@@ -118,19 +109,15 @@ def suite(folder: Path, num_long: int = 8, num_short: int = 40) -> list[Benchmar
     return [short, Benchmark(set_of(num_long, LONG), sampling, folder / "long", "long")]
 
 
-def endpoints(servers: list[ArithmeticServer]) -> list[Endpoint]:
-    return [Endpoint(server.url, "m") for server in servers]
-
-
-def test_no_server_is_idle_while_any_benchmark_has_requests_left(
-    servers: list[ArithmeticServer], tmp_path: Path
+def test_the_server_is_never_idle_while_any_benchmark_has_requests_left(
+    server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    simulation, progress = Simulation(servers, 56), list[tuple[int, int]]()
+    simulation, progress = Simulation(server, 56), list[tuple[int, int]]()
     with ThreadPoolExecutor(1) as threads:
         served = threads.submit(simulation.run)
         short, long = evaluate_all(
             suite(tmp_path),
-            endpoints(servers),
+            Endpoint(server.url, "m"),
             limits=LIMITS,
             on_progress=lambda *done: progress.append(done),
         )
@@ -144,15 +131,15 @@ def test_no_server_is_idle_while_any_benchmark_has_requests_left(
     # Short problems fill the tail of the long ones; in the suite's order, long ones would finish
     # alone.
     assert max(held.end for held in simulation.begun) - simulation.begun[-1].begin < LONG_SECONDS
-    bodies = [body for server in servers for _, _, body in server.requests]
+    bodies = [body for _, _, body in server.requests]
     assert {(body["max_tokens"], body["temperature"]) for body in bodies} == {(16, 0.0), (512, 0.6)}
 
 
 def test_longest_requests_first_is_estimated_from_another_model_s_answers(
-    servers: list[ArithmeticServer], tmp_path: Path
+    server: ArithmeticServer, tmp_path: Path
 ) -> None:
     benchmarks = suite(tmp_path / "before", num_long=2)
-    evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
+    evaluate_all(benchmarks, Endpoint(server.url, "m"), limits=LIMITS)
     path = tmp_path / "before" / "short" / "results.jsonl"
     lines = path.read_text().splitlines()
     lines[7] = json.dumps({**json.loads(lines[7]), "response_tokens": 700})
@@ -161,44 +148,45 @@ def test_longest_requests_first_is_estimated_from_another_model_s_answers(
         replace(one, output_dir=tmp_path / "after" / one.name, earlier=one.output_dir)
         for one in benchmarks
     ]
-    first = len(servers[0].requests)
+    first = len(server.requests)
     evaluate_all(
-        after, endpoints(servers[:1]), limits=replace(LIMITS, concurrency=1), model_digest="other"
+        after,
+        Endpoint(server.url, "m"),
+        limits=replace(LIMITS, concurrency=1),
+        model_digest="other",
     )
-    assert servers[0].requests[first][2]["messages"][-1]["content"] == "7 + 1 = ?"
+    assert server.requests[first][2]["messages"][-1]["content"] == "7 + 1 = ?"
 
 
 def test_a_failing_benchmark_does_not_affect_others_and_an_added_one_sends_only_its_requests(
-    servers: list[ArithmeticServer], tmp_path: Path
+    server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    for server in servers:
-        server.behave = lambda handler, prompt, attempt: (
-            int(prompt.split()[0]) >= LONG and handler.send(400, b"too long")
-        )
+    server.behave = lambda handler, prompt, attempt: (
+        int(prompt.split()[0]) >= LONG and handler.send(400, b"too long")
+    )
     benchmarks = suite(tmp_path, num_long=50)
     with pytest.raises(
         RequestsRefused, match=r"^long: \d+ of 100 requests to http.* failed"
     ) as caught:
-        evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
+        evaluate_all(benchmarks, Endpoint(server.url, "m"), limits=LIMITS)
     assert "short" not in str(caught.value)
     assert load_evaluation(tmp_path / "short").num_samples == 1
     asked_in_vain = len(read_rows(tmp_path / "long"))
     assert 8 <= asked_in_vain < 100  # given up after 8 failures in a row
-    for server in servers:
-        server.behave = lambda handler, prompt, attempt: False
-        server.asked.clear()
+    server.behave = lambda handler, prompt, attempt: False
+    server.asked.clear()
     third = Benchmark(set_of(3, 500), Sampling(max_tokens=16), tmp_path / "third", "third")
-    evaluate_all([*benchmarks, third], endpoints(servers), limits=LIMITS)
-    asked = [int(prompt.split()[0]) for server in servers for prompt in server.asked.elements()]
+    evaluate_all([*benchmarks, third], Endpoint(server.url, "m"), limits=LIMITS)
+    asked = [int(prompt.split()[0]) for prompt in server.asked.elements()]
     assert sorted(asked) == sorted(
         [*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502]
     )
 
 
 def test_a_recipe_s_suite_resumes_with_missing_requests_only(
-    servers: list[ArithmeticServer], tmp_path: Path
+    server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    server, out = servers[0], tmp_path / "out"
+    out = tmp_path / "out"
     short, long, later = (
         str(write_sums(tmp_path / f"{name}.json", first, count))
         for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3))
@@ -230,14 +218,13 @@ def test_a_recipe_s_suite_resumes_with_missing_requests_only(
 
 
 def test_a_named_suite_is_evaluated_with_its_published_sets(
-    servers: list[ArithmeticServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SUITES, "tiny", ("arithmetic",))
     folder = tmp_path / "out"
-    words = ["eval", "--base-url", servers[0].url, "--model-name", "m", "--output", str(folder)]
+    words = ["eval", "--base-url", server.url, "--model-name", "m", "--output", str(folder)]
     words += ["--set", "data.arithmetic.num_eval=4", "--set", "evaluate.prompt=bare"]
-    for server in servers:
-        server.behave = lambda handler, prompt, attempt: handler.answer("1 2")
+    server.behave = lambda handler, prompt, attempt: handler.answer("1 2")
     done = CliRunner().invoke(app, [*words, "--suite", "tiny"])
     assert done.exit_code == 0, done.output
     assert f"{folder / 'arithmetic'}: accuracy" in done.output
@@ -256,7 +243,7 @@ def test_a_named_suite_is_evaluated_with_its_published_sets(
 
 
 def test_gates_on_one_evaluation_are_checked_and_others_are_named(
-    servers: list[ArithmeticServer], tmp_path: Path
+    server: ArithmeticServer, tmp_path: Path
 ) -> None:
     files = {
         name: write_sums(tmp_path / f"{name}.json", first, 4)
@@ -275,7 +262,7 @@ def test_gates_on_one_evaluation_are_checked_and_others_are_named(
         asked = [
             "eval",
             "--base-url",
-            servers[0].url,
+            server.url,
             "--model-name",
             "m",
             "--output",

@@ -35,7 +35,7 @@ def answered(
         return handler.say(message["content"], finish_reason, usage, **message)
 
     server.behave = behave
-    summary = evaluate(make_set(len(said)), [Endpoint(server.url, "m")], SAMPLING, folder)
+    summary = evaluate(make_set(len(said)), Endpoint(server.url, "m"), SAMPLING, folder)
     return summary, list(read_rows(folder).values())
 
 

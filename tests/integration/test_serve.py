@@ -37,25 +37,19 @@ SETTINGS = ServeConfig(
     eager=True,
     startup_seconds=240,
 )
-NUM_SERVERS = 2
 NUM_ITEMS = 6
 MAX_RESPONSE_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Running servers, their model and their processes."""
+    """A running server, its model and its processes."""
 
-    servers: tuple[Server, ...]
+    server: Server
     model_path: Path
     log_path: Path
     processes: dict[int, str]
     folders: set[Path]  # for sockets
-
-    @property
-    def server(self) -> Server:
-        """The first one."""
-        return self.servers[0]
 
 
 def new_descendants(before: dict[int, str]) -> dict[int, str]:
@@ -80,19 +74,17 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("serve")
     model_path = build_tiny_qwen3(folder / "model", seed=9)
     before = supervisor.descendants(os.getpid())
-    settings = SETTINGS.model_copy(update={"num_servers": NUM_SERVERS})
     with serve_model(
-        model_path, settings, folder / "serve.log", name=served_name("0123456789abcdef")
-    ) as servers:
+        model_path, SETTINGS, folder / "serve.log", name=served_name("0123456789abcdef")
+    ) as server:
         processes = new_descendants(before)
         folders = set(filter(None, map(socket_folder, processes)))
-        yield Serving(servers, model_path, folder / "serve.log", processes, folders)
-    assert len(processes) >= 3 * NUM_SERVERS  # our supervisor, the API server, its engine
+        yield Serving(server, model_path, folder / "serve.log", processes, folders)
+    assert len(processes) >= 3  # our supervisor, the API server, its engine
     assert new_descendants(before) == {}
     assert not any(place.exists() for place in folders)
-    for server in servers:
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.base_url}/health", trust_env=False)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.base_url}/health", trust_env=False)
 
 
 def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
@@ -102,15 +94,15 @@ def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     )
 
 
-def test_each_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serving) -> None:
+def test_the_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serving) -> None:
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == [serving.server.model] == ["policy-0123456789ab"]
     assert models[0]["max_model_len"] == SETTINGS.max_model_len
     assert serving.server.base_url.startswith("http://127.0.0.1:")
-    assert len(serving.folders) == NUM_SERVERS
-    assert all(any(path.is_socket() for path in folder.iterdir()) for folder in serving.folders)
+    (folder,) = serving.folders
+    assert any(path.is_socket() for path in folder.iterdir())
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_is_not_exposed(serving: Serving) -> None:
@@ -163,18 +155,7 @@ def test_greedy_answers_match_the_policy(serving: Serving) -> None:
     )
 
 
-def num_answered(server: Server) -> float:
-    """Finished requests, from the server's metrics."""
-    headers = {"Authorization": f"Bearer {server.api_key}"}
-    lines = httpx.get(
-        f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
-    ).text.splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total")
-    )
-
-
-def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Path) -> None:
+def test_an_evaluation_records_the_policys_own_answers(serving: Serving, tmp_path: Path) -> None:
     items = [
         Item(
             f"sum-{number}",
@@ -184,21 +165,15 @@ def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Pa
         for number in range(NUM_ITEMS)
     ]
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=2)
-    before = [num_answered(server) for server in serving.servers]
     benchmark = Benchmark(EvaluationSet(tuple(items)), sampling_of(settings, None), tmp_path)
     [summary] = evaluate_all(
-        [benchmark], serving.servers, limits=limits_of(settings), model_digest="digest"
+        [benchmark], serving.server, limits=limits_of(settings), model_digest="digest"
     )
     assert (summary.n, summary.num_items, summary.request_failed_rate) == (
         NUM_ITEMS,
         NUM_ITEMS,
         0.0,
     )
-    answered = [
-        num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)
-    ]
-    assert sum(answered) >= NUM_ITEMS
-    assert min(answered) >= 3  # an answer, and what identifies the weights before and after it
     served = json.loads((tmp_path / "settings.json").read_text())["served"]
     assert served["root"] == str(serving.model_path)
     assert len(served["logprobs"]) == 8
@@ -230,7 +205,7 @@ def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> 
         Sampling(max_tokens=MAX_RESPONSE_TOKENS),
         tmp_path,
     )
-    [summary] = evaluate_all([benchmark], serving.servers)
+    [summary] = evaluate_all([benchmark], serving.server)
     tokenizer = AutoTokenizer.from_pretrained(serving.model_path)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     for row, item in zip(rows, items, strict=True):

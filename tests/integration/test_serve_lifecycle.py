@@ -1,9 +1,8 @@
-"""Several servers start, fail and stop together; a small stand-in for vLLM fails on demand."""
+"""A server starts, fails and stops; a small stand-in for vLLM fails on demand."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import signal
@@ -12,8 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import FrameType
 
 import httpx
 import pytest
@@ -25,7 +23,7 @@ from tasks.execution.retries import is_lasting
 from tasks.processes import supervisor
 from tasks.serve_model import servers
 from tasks.serve_model.failure import ServeError, ServerDied
-from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
+from tasks.serve_model.servers import Server, serve_model
 from tests.processes import wait_until
 
 # Arguments: behaviour, port. It writes what vLLM writes.
@@ -91,30 +89,20 @@ def everything_is_gone() -> object:
     assert set(supervisor.descendants(os.getpid())) <= before
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
-    """Set the behaviour of each start (the last applies to all further ones); returns the ports
-    used.
-    """
+def stand_in(monkeypatch: pytest.MonkeyPatch, behaviour: str) -> list[int]:
+    """Serve with a stand-in of that behaviour; returns the ports used."""
     ports: list[int] = []
 
     def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
         ports.append(port)
-        return [
-            sys.executable,
-            "-c",
-            STAND_IN,
-            behaviours[min(len(ports), len(behaviours)) - 1],
-            str(port),
-        ]
+        return [sys.executable, "-c", STAND_IN, behaviour, str(port)]
 
     monkeypatch.setattr(servers, "serve_command", command)
     return ports
 
 
 def settings(**changes: object) -> ServeConfig:
-    return ServeConfig.model_validate(
-        {"num_servers": 3, "max_model_len": 128, "startup_seconds": 600, **changes}
-    )
+    return ServeConfig.model_validate({"max_model_len": 128, "startup_seconds": 600, **changes})
 
 
 def has_no_listener(server: Server) -> bool:
@@ -125,24 +113,20 @@ def has_no_listener(server: Server) -> bool:
     return False
 
 
-def test_all_servers_answer_and_are_gone_after_the_block(
+def test_a_server_answers_without_our_secrets_and_is_gone_after_the_block(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers")
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     monkeypatch.setenv("DATABASE_URL", "postgresql://reader:hunter22@warehouse/problems")
     with (
-        contextlib.suppress(EvaluationError),  # not ServerDied: the servers live
-        serve_model(model_path, settings(), tmp_path / "s.log") as running,
+        contextlib.suppress(EvaluationError),  # not ServerDied: the server lives
+        serve_model(model_path, settings(), tmp_path / "s.log") as server,
     ):
-        server = running[0]
-        assert [server.base_url for server in running] == [
-            f"http://127.0.0.1:{port}" for port in ports
-        ]
-        assert len({server.api_key for server in running}) == 1
+        assert [server.base_url] == [f"http://127.0.0.1:{port}" for port in ports]
         assert str(server.api_key) not in server.command
         assert server.command.endswith(str(ports[0]))
-        assert served_model_identity([server]) == served_model_identity(running)
+        assert len(served_model_identity(server)) == 64
         for wrong, message in (
             (
                 replace(server, model="other"),
@@ -156,18 +140,15 @@ def test_all_servers_answer_and_are_gone_after_the_block(
             (replace(server, base_url="127.0.0.1:1"), "does not answer: .*check --base-url"),
         ):
             with pytest.raises(ServeError, match=message):
-                served_model_identity([wrong])
+                served_model_identity(wrong)
         raise EvaluationError("half of them failed")
-    assert all(has_no_listener(server) for server in running)
+    assert has_no_listener(server)
     with pytest.raises(
         ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"
     ):
-        served_model_identity([server])
-    logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
-    assert logs.keys() == {"s.log", "s-2.log", "s-3.log"}
-    assert {text.splitlines()[0] for text in logs.values()} == {
-        "Bearer [redacted] None None"
-    }  # it prints its secrets
+        served_model_identity(server)
+    first = (tmp_path / "s.log").read_text().splitlines()[0]
+    assert first == "Bearer [redacted] None None"  # it prints its secrets
 
 
 @pytest.mark.parametrize(
@@ -175,31 +156,27 @@ def test_all_servers_answer_and_are_gone_after_the_block(
     [
         (
             "refuses",
-            r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
+            r"^vllm serve ended with exit code 1; its log is .*s\.log\n"
             r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args",
         ),
         (
             "breaks",
-            r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its "
+            r"^vLLM reports: ValueError: no room\nvllm serve ended with exit code 1\. Its "
             r"last "
-            r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy",
+            r"lines, from .*s\.log:\n(  \| .*\n)+It ended before it was healthy",
         ),
     ],
 )
-def test_a_server_that_fails_is_quoted_and_stops_the_others(
+def test_a_server_that_fails_is_quoted(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
-    ports = stand_in(monkeypatch, "hangs", behaviour, "answers")
-    started = time.monotonic()
+    ports = stand_in(monkeypatch, behaviour)
     with (
         pytest.raises(ServeError, match=message) as caught,
         serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
-    assert (
-        time.monotonic() - started < 300
-    )  # not the 600 s that the first health request would take
-    assert len(ports) == 3  # nothing was started again
+    assert len(ports) == 1  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
 
 
@@ -216,7 +193,7 @@ def test_a_killed_server_or_a_lost_port_is_retried(
     stand_in(monkeypatch, behaviour)
     with (
         pytest.raises(ServerDied, match=message) as caught,
-        serve_model(model_path, settings(num_servers=1), tmp_path / "s.log"),
+        serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
     assert caught.value.summary.count("\n") <= 2
@@ -226,23 +203,21 @@ def test_a_killed_server_or_a_lost_port_is_retried(
 def test_an_evaluation_that_failed_with_a_server_reports_it(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
-    stand_in(monkeypatch, "answers", "ends later")
+    stand_in(monkeypatch, "ends later")
     monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
     others = supervisor.descendants(
         os.getpid()
     ).keys()  # of tests before, such as multiprocessing's helpers
 
     def evaluate() -> None:
-        with serve_model(model_path, settings(num_servers=2), tmp_path / "s.log"):
+        with serve_model(model_path, settings(), tmp_path / "s.log"):
             (tmp_path / "end").touch()
-            # One server and its supervisor are left.
             wait_until(
-                lambda: len(supervisor.descendants(os.getpid()).keys() - others) == 2,
-                "a server to end",
+                lambda: not supervisor.descendants(os.getpid()).keys() - others, "the server to end"
             )
             raise EvaluationError("nobody answers")
 
-    message = r"^vllm serve 2 of 2 ended with exit code 3(.|\n)*: nobody answers$"
+    message = r"^vllm serve ended with exit code 3(.|\n)*: nobody answers$"
     with pytest.raises(ServerDied, match=message) as caught:
         evaluate()
     assert not is_lasting(caught.value)
@@ -251,30 +226,14 @@ def test_an_evaluation_that_failed_with_a_server_reports_it(
 def test_the_deadline_holds_while_a_health_request_hangs(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
-    stand_in(monkeypatch, "hangs", "answers", "other")
-    watch, healthy = servers._watch_health, list[threading.Event]()
-
-    def watched(*arguments: Any) -> threading.Event:
-        healthy.append(watch(*arguments))
-        return healthy[-1]
-
-    def clock() -> float:
-        return 1e6 if len(healthy) == 3 and healthy[1].is_set() else 0.0
-
-    monkeypatch.setattr(servers, "_watch_health", watched)
-    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    stand_in(monkeypatch, "hangs")
     started = time.monotonic()
     with (
-        pytest.raises(
-            ServeError, match=r"^2 of 3 servers not healthy after serve\.startup_seconds=3; .*"
-        ) as caught,
+        pytest.raises(ServeError, match=r"not healthy after serve\.startup_seconds=3; .*s\.log:"),
         serve_model(model_path, settings(startup_seconds=3), tmp_path / "s.log"),
     ):
         pass
     assert time.monotonic() - started < 300  # a hanging health request takes 600
-    assert "vllm serve 1 of 3, " in str(caught.value)
-    assert "vllm serve 2 of 3, " not in str(caught.value)
-    assert "vllm serve 3 of 3, " in str(caught.value)
 
 
 class Terminated(BaseException):
@@ -293,9 +252,7 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
     def start_and_kill(seconds: float) -> None:
         killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
         killer.start()
-        with serve_model(
-            model_path, settings(num_servers=1, startup_seconds=120), tmp_path / "s.log"
-        ):
+        with serve_model(model_path, settings(startup_seconds=120), tmp_path / "s.log"):
             pytest.fail("it was healthy")
 
     others = supervisor.descendants(os.getpid()).keys()
@@ -307,29 +264,3 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
             assert supervisor.descendants(os.getpid()).keys() <= others
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_foreground_servers_stop_when_one_ends(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    model_path: Path,
-    tmp_path: Path,
-) -> None:
-    ports = stand_in(monkeypatch, "answers", "ends later")
-    monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
-    caplog.set_level(logging.INFO, logger="tasks.serve_model.servers")
-
-    def let_one_end() -> None:
-        wait_until(lambda: "2 servers answer" in caplog.text, "both servers")
-        (tmp_path / "end").touch()
-
-    threading.Thread(target=let_one_end).start()
-    environment = {**os.environ, "VLLM_API_KEY": "mine"}
-    with pytest.raises(
-        ServeError,
-        match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are stopped",
-    ):
-        serve_until_interrupted(
-            model_path, settings(num_servers=2), tmp_path / "s.log", environment
-        )
-    assert len(ports) == 2

@@ -41,17 +41,17 @@ def test_stored_benchmarks_are_reused_and_no_server_starts_if_all_are_stored(
     first = evaluate(config(f"arithmetic, {SAMPLED}"))
     assert len(server.requests) == 8 + 2 * 8
     metrics = first.manifest()["metrics"]
-    assert (metrics["n"], metrics["sampled/n"], metrics["serve_commands"]) == (
+    assert (metrics["n"], metrics["sampled/n"], metrics["serve_command"]) == (
         8,
         16,
-        ["vllm serve MODEL"],
+        "vllm serve MODEL",
     )
 
     other = evaluate(config(f"arithmetic, {SAMPLED}", "evaluate.headline=sampled"))
     assert len(server.requests) == 24
     metrics = other.manifest()["metrics"]
     assert other.path != first.path
-    assert (metrics["n"], metrics["serve_commands"]) == (16, [])
+    assert (metrics["n"], metrics["serve_command"]) == (16, "")
     assert metrics["sampled/from"] == str(Path(first.path) / "sampled")
 
     evaluate(config(f"arithmetic, {SAMPLED}, {{set: arithmetic, name: cot, prompt: cot}}"))

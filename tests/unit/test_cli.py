@@ -179,9 +179,7 @@ def test_an_error_message_does_not_repeat_secrets(monkeypatch: pytest.MonkeyPatc
 
 def test_serve_needs_no_recipe_and_checks_the_model_first(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    stderr = refusal(
-        "serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2"
-    )
+    stderr = refusal("serve", model_path, "--set", "serve.max_model_len=513")
     assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in stderr
     assert "VLLM_API_KEY" not in stderr
 

@@ -138,7 +138,7 @@ def test_devices_are_split_between_ranks_and_engines(
         ranks,
         workers,
     )
-    assert (config.train.placement, config.num_devices, config.serve.num_servers) == (
+    assert (config.train.placement, config.num_devices, config.serve.data_parallel) == (
         placement,
         devices,
         devices,

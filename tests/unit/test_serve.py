@@ -25,9 +25,9 @@ from tasks.serve_model import command as serving
 from tasks.serve_model.checks import longest_sequence, require_positions, require_servable
 from tasks.serve_model.command import (
     base_url,
-    choose_ports,
+    choose_port,
     serve_command,
-    serve_environments,
+    serve_environment,
     shell_line,
     vllm_device,
     without_chunked_prefill,
@@ -41,11 +41,6 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        # 65,533 + 4 - 1 = 65,536
-        (
-            {"port": 65_533, "num_servers": 4},
-            r"needs ports up to 65536, beyond 65535; lower serve\.port",
-        ),
         (
             {"memory_gigabytes": 2, "memory_utilization": 0.5},
             r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
@@ -68,11 +63,9 @@ def test_contradicting_keys_are_refused(keys: dict[str, Any], message: str) -> N
 
 
 def test_where_a_model_is_served_does_not_change_the_key() -> None:
-    places = ServeConfig(
-        num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532
-    )
+    places = ServeConfig(tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
     assert result_values(places) == result_values(ServeConfig())
-    assert places.devices_per_server == 6  # 2 x 3
+    assert places.num_devices == 6  # 2 x 3
 
 
 def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
@@ -134,8 +127,7 @@ def test_a_server_url_matches_its_bind_address() -> None:
     assert {host: base_url(host, 80) for host in urls} == urls
 
 
-def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
-    assert len(set(choose_ports(ServeConfig(num_servers=20)))) == 20
+def test_an_unavailable_port_names_the_key() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -143,7 +135,7 @@ def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
         with pytest.raises(
             ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"
         ):
-            choose_ports(ServeConfig(num_servers=2, port=port - 1))  # the second one's is taken
+            choose_port(ServeConfig(port=port))
     for host in (
         "192.0.2.77",
         "2001:db8::7",
@@ -151,94 +143,55 @@ def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
         with pytest.raises(
             ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"
         ):
-            choose_ports(ServeConfig(host=host))
+            choose_port(ServeConfig(host=host))
 
 
-def places(
+def added(
     monkeypatch: pytest.MonkeyPatch, kind: str, settings: ServeConfig, environment: dict[str, str]
-) -> list[dict[str, str]]:
-    """The variables that differ between servers on a machine with vLLM for that device."""
+) -> dict[str, str]:
+    """What a server gets beside ALWAYS, on a machine with vLLM for that device."""
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
-    found = serve_environments(settings, environment)
-    assert all(ALWAYS.items() <= server.items() for server in found)
-    return [
-        {name: value for name, value in server.items() if name not in ALWAYS} for server in found
-    ]
+    found = serve_environment(settings, environment)
+    assert found.items() >= ALWAYS.items()
+    return {name: value for name, value in found.items() if name not in ALWAYS}
 
 
 @pytest.mark.parametrize(
-    ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
-)
-def test_servers_share_the_visible_devices(
-    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str
-) -> None:
-    settings = ServeConfig(num_servers=2, tensor_parallel=2)  # 2 x 2 of the 5; the last stays free
-    assert places(monkeypatch, kind, settings, {variable: "3, 1,4,GPU-a,6"}) == [
-        {variable: "3,1"},
-        {variable: "4,GPU-a"},
-    ]
-    # one server: it sees what we see
-    assert places(monkeypatch, kind, ServeConfig(tensor_parallel=2), {variable: "3,1"}) == [{}]
-
-
-def test_too_few_devices_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = ServeConfig(num_servers=2, tensor_parallel=1, data_parallel=2)
-    for visible, num in (("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1,2,3", 1)):
-        with pytest.raises(
-            ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"
-        ):
-            places(monkeypatch, "cuda", settings, {"CUDA_VISIBLE_DEVICES": visible})
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    found = places(monkeypatch, "cuda", ServeConfig(num_servers=2), {})
-    assert found == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "cores", "expected"),
+    ("parallel", "cores", "expected"),
     [
-        # 8 cores / 2 servers = 4 for a worker, one of them for its scheduler
-        ({"num_servers": 2}, range(8), ["0,1,2", "4,5,6"]),
-        # 8 / (2 x 2) = 2 for a worker
-        ({"num_servers": 2, "tensor_parallel": 2}, range(8), ["0|2", "4|6"]),
-        ({"num_servers": 2}, [5, 9], ["5", "9"]),
-        ({"num_servers": 3}, [5, 9], ["nobind"] * 3),
-        ({}, range(9), [None]),
+        (2, range(8), "0,1,2|4,5,6"),  # 8 / 2 = 4 cores for a worker, one for its scheduler
+        (2, [5, 9], "5|9"),
+        (3, [5, 9], "nobind"),
     ],
 )
-def test_servers_on_a_cpu_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cores: Any, expected: list[str | None]
+def test_workers_on_a_cpu_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, parallel: int, cores: Any, expected: str
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
-    variable = "VLLM_CPU_OMP_THREADS_BIND"
-    found = places(monkeypatch, "cpu", ServeConfig(**changes), {})
-    assert [server.get(variable) for server in found] == expected
-    assert not any(places(monkeypatch, "cpu", ServeConfig(**changes), {variable: "auto"}))
+    variable, settings = "VLLM_CPU_OMP_THREADS_BIND", ServeConfig(data_parallel=parallel)
+    assert added(monkeypatch, "cpu", settings, {}) == {variable: expected}
+    assert added(monkeypatch, "cpu", settings, {variable: "auto"}) == {}
 
 
 @pytest.mark.parametrize(
-    ("kind", "cores", "settings", "environment", "is_one"),
+    ("kind", "cores", "environment", "is_one"),
     [
-        ("cpu", 8, {}, {}, True),
-        ("cpu", 9, {}, {}, False),
-        ("cpu", 8, {"tensor_parallel": 2}, {}, False),
-        ("cpu", 8, {}, {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, False),
-        ("cpu", 8, {}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, False),
-        ("cuda", 8, {}, {}, False),
+        ("cpu", 8, {}, True),
+        ("cpu", 9, {}, False),
+        ("cpu", 8, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, False),
+        ("cuda", 8, {}, False),
     ],
 )
-def test_a_single_server_on_few_cores_uses_no_worker_process(
+def test_a_server_on_few_cores_uses_no_worker_process(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     cores: int,
-    settings: dict[str, int],
     environment: dict[str, str],
     is_one: bool,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    [found] = places(monkeypatch, kind, ServeConfig(**settings), environment)
-    assert found.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if is_one else None)
+    found = added(monkeypatch, kind, ServeConfig(), environment)
+    assert found == ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if is_one else {})
 
 
 @pytest.mark.slow
