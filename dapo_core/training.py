@@ -24,6 +24,7 @@ from dapo_core.draw.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.errors import ConfigError
 from dapo_core.machine.stopping import StopRequest, raising_stopped
 from dapo_core.model.folder import require_model_folder, require_reference
+from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_model_config, load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
@@ -71,6 +72,7 @@ def train(
         stream, validation = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
+        config = with_model_dtypes(config, model_path)
         with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:

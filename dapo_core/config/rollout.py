@@ -52,7 +52,7 @@ class RolloutConfig(Section):
     memory_utilization: float = volatile(0.8, "Share of device memory for an engine.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache size in GiB of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "Precision of engine weights; auto: bfloat16, or float32 on a CPU."
+        "auto", "Precision of engine weights; auto: bfloat16, on a CPU as train.dtype."
     )
     engine_args: JsonObject = key({}, "More vLLM EngineArgs, such as {enforce_eager: true}.")
 

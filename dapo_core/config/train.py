@@ -68,7 +68,9 @@ class TrainConfig(Section):
     micro_batch_tokens: int = volatile(32768, "Maximum tokens per device in one micro-batch.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens per chunk of logits; bounds memory.", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "Compute precision; auto: bfloat16, or float32 on a CPU."
+        "auto",
+        "Compute precision; auto: bfloat16, on a CPU only if it has bfloat16 instructions and the "
+        "model's hidden size is at least 256; else float32.",
     )
     gradient_checkpointing: bool = volatile(True, "Recompute activations: less memory, more time.")
     offload_activations: bool = volatile(

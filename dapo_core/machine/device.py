@@ -87,7 +87,7 @@ class Device(ABC):
         return f"cpu:gloo,{self.kind}:{self.backend}" if is_mixed else self.backend
 
     def resolve_dtype(self, name: str) -> torch.dtype:
-        """Return the torch dtype of a configured name; `auto` is float32 on a CPU, else bfloat16."""
+        """Return the torch dtype of a configured name; for `auto` on a CPU see model/precision.py."""
         import torch
 
         return getattr(torch, self.low_precision if name == "auto" else name)
@@ -296,6 +296,14 @@ class Npu(Accelerator):
                 "load new weights "
                 "in the NZ layout, but every step sends some; set it to 0 or unset it"
             )
+
+
+def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True if this CPU has bfloat16 instructions (AVX512_BF16 or AMX on x86, BF16 on Arm)."""
+    if not cpuinfo.is_file():  # no Linux
+        return False
+    words = set(cpuinfo.read_text().lower().split())
+    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 _DEVICES: dict[str, Device] = {device.kind: device for device in (Cpu(), Cuda(), Npu())}

@@ -20,6 +20,7 @@ from dapo_core.memory.holdings import (
 )
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
+from dapo_core.model.precision import with_cpu_dtypes
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
@@ -137,6 +138,7 @@ def plan_memory(
     `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last
     one. `splits` are verl's Megatron parallelism, in place of this project's FSDP2.
     """
+    config = with_cpu_dtypes(config, shape.hidden)
     engine = engine_memory(config, shape, limit.num_bytes)
     # A bucket is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)

@@ -41,8 +41,8 @@ class ServeConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "Precision of the served weights; auto: the model's own, or float32 on a CPU without its "
-        "kernels.",
+        "Precision of the served weights; auto: the model's, bfloat16 for a float32 model; float32 "
+        "on a CPU without bfloat16 instructions.",
     )
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded concurrently.", ge=1)

@@ -17,6 +17,7 @@ from dapo_core.engines.base import GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import device_for
+from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_tokenizer
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -132,7 +133,7 @@ def _respond(model: Path, config: ChainConfig) -> int:
     from dapo_core.engines.factory import engine_settings
 
     device = device_for(config.train.device)
-    settings = engine_settings(config, device)
+    settings = engine_settings(with_model_dtypes(config, model), device)
     engine = build_engine(
         config.rollout.engine, model, settings, config.run.seed, str(device.torch_device())
     )

@@ -68,16 +68,6 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
         )
 
 
-def is_half_precision(model_path: str | Path) -> bool:
-    """True if the model's own precision, used for `auto`, has 16 bits."""
-    config = _read_config(Path(model_path))
-    text = config.get("text_config") or config
-    return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in (
-        "bfloat16",
-        "float16",
-    )
-
-
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """An upper bound on the model's positions from config.json; None if it has no length.
 

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dapo_core.engines.cpu_dtype import runs_bfloat16
-from dapo_core.machine.device import Device, device_for
+from dapo_core.machine.device import Device, cpu_multiplies_bfloat16, device_for
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
-from tasks.serve_model.checks import is_half_precision
 from tasks.serve_model.failure import ServeError
 
 SERVED_NAME = "policy"  # set by `dapo serve`, default of `dapo eval`
@@ -71,13 +69,15 @@ def serve_command(
     ]
 
 
-def with_supported_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
-    """The settings, with float32 for `serve.dtype=auto` if this CPU cannot run the model's
-    precision.
+def with_fast_dtype(settings: ServeConfig) -> ServeConfig:
+    """The settings, with float32 for `serve.dtype=auto` on a CPU without bfloat16 instructions.
+
+    vLLM's own `auto` is the model's half precision, or bfloat16 for a float32 model, on every CPU.
     """
-    if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
+    is_slow = vllm_device().kind == "cpu" and not cpu_multiplies_bfloat16()
+    if settings.dtype != "auto" or not is_slow:
         return settings
-    return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
+    return settings.model_copy(update={"dtype": "float32"})
 
 
 def without_chunked_prefill(settings: ServeConfig) -> ServeConfig:

@@ -45,16 +45,16 @@ def test_a_server_that_returns_with_another_model_is_refused(
     server.behave = change
     endpoint = Endpoint(server.url, "m")
     with pytest.raises(ModelChangedError, match=CHANGED):
-        evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
+        evaluate(make_set(200), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     kept = read_rows(tmp_path)
     assert 70 <= len(kept) < 80
     assert not (tmp_path / "summary.json").exists()
     # The same command is refused while the other model is served, and continues with the first.
     with pytest.raises(ModelChangedError, match=CHANGED):
-        evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
+        evaluate(make_set(200), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert read_rows(tmp_path) == kept
     server.logprobs = ArithmeticServer.logprobs
-    assert evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS).n == 200
+    assert evaluate(make_set(200), endpoint, SAMPLING, tmp_path, limits=LIMITS).n == 200
 
 
 def test_a_silently_exchanged_model_is_noticed_at_the_end(
