@@ -166,43 +166,6 @@ def test_rollout_correction_applies_to_a_partial_step(start: Start) -> None:
     assert line["actor/pg_loss"] == pytest.approx(-0.5 * line["critic/advantages/mean"], rel=1e-5)
 
 
-def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
-    """The engine computes in bfloat16, so some ratios are outside a narrow interval."""
-    (line,) = start(
-        LENGTH_SCORER,
-        algorithm={
-            "loss_aggregation": "token-sum",
-            "rollout_correction": {
-                "importance": "token",
-                "importance_min": 0.999,
-                "importance_max": 1.001,
-                "importance_normalize": True,
-                "divergence": "max-k2",
-                "divergence_max": 1e-5,
-            },
-        },
-        reward=NO_OVERLONG,
-        rollout={"dtype": "bfloat16"},
-        train=ONE_UPDATE,
-    )
-    assert line["timing_s/old_log_prob"] > 0  # weights are divided by the mean over the step
-    weights, dropped = "rollout_corr/rollout_is_", "rollout_corr/rollout_rs_"
-    outside = line[f"{weights}oob_ratio"]
-    assert 0 < outside == line["rollout/importance_truncated_ratio"] < 1
-    assert line[f"{weights}batch_norm_factor"] == pytest.approx(1 - outside, abs=1e-3)
-    assert 0 < line[f"{dropped}masked_fraction"] < 1
-    num_tokens = line["perf/trained_response_tokens"]
-    assert num_tokens / line["sampler/kept_tokens"] == pytest.approx(
-        1 - line[f"{dropped}masked_fraction"]
-    )
-    assert num_tokens > line[f"{dropped}seq_masked_fraction"] > 0
-    assert line["rollout_corr/training_ppl"] == pytest.approx(
-        line["rollout_corr/rollout_ppl"], rel=0.01
-    )
-    # a sum over tokens, of which each has a probability far from 0 and 1
-    assert line["actor/entropy"] > num_tokens * 0.1
-
-
 def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,28 +214,6 @@ def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
     # The anchor is the engine's, so that the loss's mean log-ratio is the mismatch of the passes
     # themselves
     assert line["actor/ppo_kl"] == pytest.approx(line["rollout/kl"], rel=1e-4)
-
-
-def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
-    """Masks use the ratio of the policy before the updates, which takes a pass."""
-    (line,) = start(
-        LENGTH_SCORER,
-        algorithm={
-            "old_log_probs": "engine",
-            "rollout_correction": {"mask": "sequence", "mask_low": 0.9995, "mask_high": 1.0005},
-        },
-        reward=NO_OVERLONG,
-        rollout={"dtype": "bfloat16"},
-        train=ONE_UPDATE,
-    )
-    assert line["timing_s/old_log_prob"] > 0
-    dropped = line["rollout_corr/rollout_rs_masked_fraction"]
-    assert 0 < dropped < 1
-    assert line["perf/trained_response_tokens"] == pytest.approx(
-        (1 - dropped) * line["sampler/kept_tokens"]
-    )
-    # of what is left, ratios of policy to engine: near 1 and not 1
-    assert 1e-6 < abs(line["actor/ppo_kl"]) < 5e-4
 
 
 def test_the_grpo_recipe_trains(start: Start) -> None:

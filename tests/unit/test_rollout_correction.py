@@ -13,7 +13,7 @@ from dapo_core.algorithm.batch import build_batch
 from dapo_core.algorithm.correction import importance_weights, mask_rollouts
 from dapo_core.config.algorithm import RolloutCorrectionConfig
 from dapo_core.metrics.mismatch import correction_metrics, mismatch_metrics
-from tests.batches import make_group, random_batch
+from tests.batches import make_group
 from tests.configs import make_config
 
 NAN, INF = float("nan"), float("inf")
@@ -107,80 +107,6 @@ def test_weight_metrics_cover_only_weighted_tokens() -> None:
         correction_metrics(log_probs, batch, OFF),
     ):
         assert not [name for name in without if "importance" in name or "rollout_is" in name]
-
-
-def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
-    """verl's weight and rejection metrics for ratios 0.5, 3 | 2 and an empty response."""
-    batch = replace(
-        random_batch(1, 3), rollout_log_probs=ROLLOUT, response_mask=MASK, is_stale=STALE
-    )
-    metrics = correction_metrics(OLD, batch, settings)
-    prefix = "rollout_corr/rollout_"
-    return {
-        name.removeprefix(prefix): value
-        for name, value in metrics.items()
-        if name.startswith((prefix + "is", prefix + "rs"))
-    }
-
-
-def test_verls_token_weight_metrics_match_hand_computed_values() -> None:
-    # 0.5, 2.5 | 2: sum 5, squares 0.25 + 6.25 + 4; means of responses 1.5 and 2, of ratios 1.75 and 2
-    assert _of_verl(
-        _settings(importance="token", importance_max=2.5, importance_normalize=True)
-    ) == pytest.approx(
-        {
-            "is_mean": 5 / 3,
-            "is_std": (10.5 / 3 - 25 / 9) ** 0.5,
-            "is_max": 2.5,
-            "is_min": 0.5,
-            "is_eff_sample_size": 25 / 31.5,  # 5^2 / (3 * 10.5)
-            "is_ratio_fraction_high": 1 / 3,
-            "is_ratio_fraction_low": 0.0,  # below 1 / 2.5
-            "is_seq_mean": 1.75,
-            "is_seq_std": 0.125**0.5,
-            "is_seq_max": 2.0,
-            "is_seq_min": 1.5,
-            "is_seq_max_deviation": 1.0,
-            "is_seq_fraction_high": 0.0,
-            "is_seq_fraction_low": 0.0,
-            "is_batch_norm_factor": 5 / 3,
-        },
-        rel=1e-6,
-    )
-
-
-def test_verls_response_weight_and_rejection_metrics_match_hand_computed_values() -> None:
-    # products 1.5 and 2, of which 2 is outside of [1.2, 1.75]: weights 1.5, 1.5 | 0
-    settings = _settings(
-        importance="sequence",
-        importance_min=1.2,
-        importance_max=1.75,
-        mask="token",
-        mask_high=2.5,
-        divergence="max-k2",
-    )
-    found = _of_verl(settings.model_copy(update={"divergence_max": 0.3}))
-    expected = {
-        "is_mean": 1.0,  # 3 / 3 tokens
-        "is_std": 0.5**0.5,  # 4.5 / 3 - 1
-        "is_max": 2.0,
-        "is_min": 1.5,
-        "is_eff_sample_size": 1 / 1.5,
-        "is_ratio_fraction_high": 0.5,  # of responses
-        "is_ratio_fraction_low": 0.0,
-        "is_oob_ratio": 1 / 3,  # of tokens
-        "is_seq_mean": 0.75,
-        "is_seq_std": 1.125**0.5,
-        "is_seq_max": 1.5,
-        "is_seq_min": 0.0,
-        "is_seq_max_deviation": 1.0,
-        "is_seq_fraction_high": 0.5,
-        "is_seq_fraction_low": 0.0,
-        "rs_masked_fraction": 2
-        / 3,  # ln 3 ^ 2 / 2 = 0.60 drops the first response, ln 2 ^ 2 / 2 = 0.24 not the second
-        "rs_seq_masked_fraction": 0.5,
-    }
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
