@@ -10,10 +10,10 @@
     | one engine each, scoring processes| <------ | FSDP2 shards and optimizer      |
     +-----------------------------------+         +---------------------------------+
 
-draw           The trainer waits for P groups with signal (sampler.py). Engines decode while workers score.
+draw           The trainer waits for P groups with signal (sampler.py). Engines decode, workers score.
 anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until
 publish.
-publish        Rank 0 sends weights in buckets to all engine processes; checksums verify them (weights/).
+publish        Rank 0 sends weights in buckets to all engines; checksums verify them (weights/).
 keep           Ranks write their checkpoint shards to disk while the next step draws (checkpoint/).
 
 With train.placement=colocated, ranks and engines take turns on the same devices (turns.py). If an

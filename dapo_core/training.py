@@ -118,7 +118,7 @@ def _read_prompts(
     output_dir: Path,
     held_out_path: Path | None,
 ) -> tuple[PromptStream, Validation]:
-    """Load training and validation prompts, and check all input against the model and the scorers."""
+    """Load all prompts, and check all input against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
     require_known(config.rollout.engine_args)

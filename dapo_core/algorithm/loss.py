@@ -171,7 +171,7 @@ def policy_loss(
 def _clipped_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each token's loss, whether its ratio was clipped, and whether the dual clip applied."""
+    """Return each token's loss, whether its ratio was clipped, and by the dual clip."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
     single = torch.maximum(unclipped, clipped)

@@ -160,5 +160,5 @@ def _accuracy(checkpoint: Path) -> float | None:
 
 
 def generations_file(folder: Path, step: int) -> Path:
-    """Return the file in which a training in `folder` keeps the validation responses after `step`."""
+    """Return the file of a training's validation responses after `step`."""
     return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"

@@ -1,4 +1,4 @@
-"""Reads .metadata, the tensor list of torch.distributed.checkpoint, without executing its pickle."""
+"""Reads .metadata, the tensor list of a distributed checkpoint, without executing its pickle."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ torch.distributed.checkpoint.
 
     model.NAME                        parameters (tied ones once) and persistent buffers
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW state of each parameter
-    reference.NAME                    parameters of a refreshed reference model (algorithm.kl.refresh_every)
+    reference.NAME                    parameters of a refreshed reference model (kl.refresh_every)
     num_optimizer_steps
     rng.rank_R.GENERATOR              random generator states of rank R
 All are tensors. Hyperparameters come from the configuration.
@@ -396,7 +396,7 @@ def _summary(failure: CheckpointException) -> str:
 
 
 def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
-    """Return the states of the global generators by name; an accelerator's is named after its kind."""
+    """Return the global generators' states by name; an accelerator's is named after its kind."""
     numpy_state = np.random.get_state(legacy=False)
     _, words, next_gauss = random.getstate()
     states = {

@@ -111,7 +111,7 @@ class Actors:
             self._ping()
 
     def _search(self) -> None:
-        """Ping all actors and wait until one fails or all answer; raises WorkerDied for a dead one."""
+        """Ping all actors until one fails or all answer; raises WorkerDied for a dead one."""
         self._collect_pings()
         self._ping()
         with suppress(GetTimeoutError, *DEATHS):

@@ -132,7 +132,7 @@ def _private_folder() -> Path:
 
 
 def _remove_old_folders(parent: str) -> None:
-    """Remove folders of dead trainings older than a day; until then errors may refer to their logs."""
+    """Remove day-old folders of dead trainings; until then errors may refer to their logs."""
     for lock in Path(parent).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
         with suppress(OSError):  # another training may be removing it
             if lock.stat().st_mtime < time.time() - KEEP_SECONDS and not is_locked(lock):

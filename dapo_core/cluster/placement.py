@@ -132,7 +132,7 @@ def half(place: Place) -> Place:
 def reserve(
     demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
 ) -> list[Place]:
-    """Reserve places in a new placement group, appended to `groups`; returns them sorted by node."""
+    """Reserve places in a new placement group, added to `groups`; returns them by node."""
     strategy = "STRICT_PACK" if demand.on_one_node else "PACK"
     group = placement_group([demand.resources] * demand.count, strategy=strategy)
     groups.append(group)

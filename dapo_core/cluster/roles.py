@@ -92,7 +92,7 @@ class RolloutRank(_Process, RolloutWorker):
         self._followers.wait()
 
     def unlink_shared_memory(self) -> None:
-        """Unlink vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
+        """Unlink vLLM's shared memory on a CPU, which it may leave; all parts have it open."""
         for path in Path("/dev/shm").glob(f"{re.split('[/:]', self._part.address)[-1]}-tp*"):
             path.unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ copies of the trained weights | copies | train.num_ranks / train.fsdp_size
 longest sequence | tokens | data.max_prompt_tokens + rollout.max_response_tokens
 a training step | prompts | train.train_prompts
 a training step | responses | train.train_prompts x rollout.group_size
-a training step, at most | response tokens | train_prompts x group_size x rollout.max_response_tokens
+a training step, at most | response tokens | train_prompts x group_size x max_response_tokens
 a training step, at most | tokens | train_prompts x group_size x longest sequence
 drawn for a step, at most | prompts | sampler.gen_prompts x sampler.max_num_gen_batches
 a training step | optimizer steps | train.train_prompts / train.mini_prompts x train.passes

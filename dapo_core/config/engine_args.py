@@ -26,7 +26,7 @@ RESERVED = {
     "data_parallel_size": "use rollout.num_workers for more engines",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "enable_sleep_mode": "use train.placement=colocated, which enables it",
-    "distributed_executor_backend": "rollout.tensor_parallel and rollout.pipeline_parallel start the processes",
+    "distributed_executor_backend": "rollout.{tensor,pipeline}_parallel start the processes",
     "weight_transfer_config": "weights always come from the policy ranks",
     "disable_log_stats": "training has its own metrics",
 }

@@ -71,7 +71,7 @@ class RewardConfig(Section):
 
 
 class CustomRewardConfig(Section):
-    """A user-supplied scorer: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+    """A user's scorer: compute_score(data_source, solution_str, ground_truth, extra_info)."""
 
     path: str | None = key(None, "Python file with a function that scores every response.")
     name: str = key(

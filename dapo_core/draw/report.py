@@ -133,7 +133,7 @@ def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
 def exhausted_message(
     summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig
 ) -> str:
-    """Explain why a draw ends without enough groups; with on_exhausted=raise, also what to change."""
+    """Explain why a draw ends without enough groups and, for on_exhausted=raise, what to change."""
     bound, reason = " or sampler.max_num_gen_batches", summary
     if not settings.max_num_gen_batches:
         bound = ""

@@ -80,7 +80,7 @@ class Sampler:
         """Return the groups of training step `step`; calls `while_waiting` about once a second.
 
         Starts with the surplus and unfinished groups of earlier steps, then draws new prompts. Once
-        the step is full, remaining groups with signal become surplus, and unfinished ones carry over.
+        the step is full, other groups with signal become surplus, and unfinished ones carry over.
 
         Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with
         signal finishes for max_seconds_without_kept; RolloutError if no group finishes at all in
@@ -230,7 +230,7 @@ class Sampler:
         logger.warning("%s %s (sampler.on_exhausted=%s)%s", reason, action, outcome, later)
 
     def _check_scores(self, account: TokenAccount, num_groups: int) -> None:
-        """Raise RewardError if `num_groups` groups finished in this step and no response has a score."""
+        """Raise RewardError if `num_groups` groups finished and no response has a score."""
         if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
             raise no_scores_error(account)
 

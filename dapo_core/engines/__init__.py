@@ -1,1 +1,1 @@
-"""Inference engines behind one interface: vLLM on accelerators and CPUs, Hugging Face everywhere."""
+"""Inference engines behind one interface: vLLM, and Hugging Face wherever torch runs."""

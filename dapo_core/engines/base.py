@@ -123,7 +123,7 @@ class Engine(ABC):
         shapes: Mapping[str, tuple[int, ...]],
         optional: Collection[str],
     ) -> None:
-        """`shapes` maps all tensors by Hugging Face name; `optional` tensors are copies of others."""
+        """`shapes` has all tensors by Hugging Face name; `optional` ones are copies of others."""
         from dapo_core.weights.proof import Loaded  # imports torch
 
         self.settings = settings

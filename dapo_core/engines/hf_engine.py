@@ -411,7 +411,7 @@ def _tokens_so_far(row: Row) -> tuple[int, ...]:
 
 
 def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Concatenate tensors [N, heads, L, D] along N, with the shorter one padded at the front of L."""
+    """Concatenate tensors [N, heads, L, D] along N; the shorter one is padded at the front."""
     length = max(first.shape[-2], second.shape[-2])
     return torch.cat(
         [functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)]

@@ -58,7 +58,7 @@ class VllmEngine(Engine):
         seed: int,
         part: EnginePart | None = None,
     ) -> None:
-        """`part` is this process's part of an engine over several processes (TensorParallelEngine)."""
+        """`part` is this process's part of an engine over several (TensorParallelEngine)."""
         shapes, config = read_shapes(model_path), _read_config(model_path)
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:

@@ -1,4 +1,4 @@
-"""Sampling parameters, and what the model folder says of them: `sampling: model`, end-of-sequence ids."""
+"""Sampling parameters, and what a model folder says of them and of the end of a sequence."""
 
 from __future__ import annotations
 

@@ -184,19 +184,19 @@ def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
 
 
 def repeats_of_key_heads(num_key_heads: int, num_ranks: int) -> int:
-    """Return how often each key head must be repeated so that heads divide evenly over the ranks."""
+    """Return how often key heads must be repeated to divide evenly over the ranks."""
     return num_ranks // math.gcd(num_key_heads, num_ranks)
 
 
 def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All heads of this rank's tokens, [N / sp, H, D] -> all tokens of its heads, [N, H / sp, D]."""
+    """All heads of its tokens, [N / sp, H, D] -> all tokens of its heads, [N, H / sp, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
     return _AllToAll.apply(blocks, group).flatten(0, 1)
 
 
 def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All tokens of this rank's heads, [N, H / sp, D] -> all heads of its tokens, [N / sp, H, D]."""
+    """All tokens of its heads, [N, H / sp, D] -> all heads of its tokens, [N / sp, H, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = _AllToAll.apply(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
     return blocks.transpose(0, 1).flatten(1, 2)

@@ -34,7 +34,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of heads [b, H, n, D] with cos and sin [b, 1, n, D]; pairs are D / 2 apart."""
+    """Rotary embedding of heads [b, H, n, D], cos and sin [b, 1, n, D]; pairs are D / 2 apart."""
     half = states.shape[-1] // 2
     return states * cos + torch.cat((-states[..., half:], states[..., :half]), dim=-1) * sin
 
@@ -63,7 +63,7 @@ def _mlps(model: nn.Module, operation: Operation) -> int:
 
 
 def _rotations(model: nn.Module, operation: Operation) -> int:
-    """Patches a module-level function, so it affects all models of the architecture in the process."""
+    """Patches a module-level function: it affects all models of the architecture here."""
 
     def rotate(
         query: torch.Tensor,

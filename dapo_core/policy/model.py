@@ -147,8 +147,8 @@ def _require_same_tensors(
     """Raise ModelError unless the files contain every parameter, and nothing else."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
-    # transformers lists the tensors that a model skips only in this private name; test_private_parts.py
-    # guards it.
+    # transformers lists the tensors that a model skips only in this private name;
+    # test_private_parts.py guards it.
     ignored = [
         *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()),
         COMPUTED_BUFFERS,

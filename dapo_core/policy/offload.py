@@ -1,4 +1,4 @@
-"""Offloading: moves a rank's weights and optimizer state between its device, host memory and files."""
+"""Offloading: moves a rank's state between its device, host memory and files."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Transfers:
             yield
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the tensor on the device (pinned, if that is the host). Call it inside `queued`."""
+        """Return the tensor on the device (on the host, pinned). Call it inside `queued`."""
         copy = tensor.to(device, non_blocking=True)
         if copy is not tensor:
             self._sources.append(tensor)

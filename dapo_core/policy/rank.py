@@ -219,7 +219,7 @@ class Policy(Profiled):
         return self.device.take_memory()
 
     def _causal_lm(self) -> nn.Module:
-        """Return the model inside the FSDP2 root, whose parameter names match those in checkpoints."""
+        """Return the model inside the FSDP2 root, with the names in checkpoints."""
         return self.model.causal_lm  # type: ignore[return-value]
 
     def _score(

@@ -68,7 +68,7 @@ class Delivery:
 
 
 class _SharedInbox(Inbox):
-    """Reads the slots of a sender on the same machine, or through IPC handles on the same device."""
+    """Reads the slots of a sender on this machine, or through IPC handles on this device."""
 
     def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
         super().__init__(plan)

@@ -75,7 +75,7 @@ def merge_checksums(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksu
 def require_arrived(
     plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int
 ) -> None:
-    """Raise RolloutError unless every engine process, by name, loaded all tensors exactly as sent."""
+    """Raise RolloutError unless every engine process loaded all tensors exactly as sent."""
     unsent = sorted(plan.tensors.keys() - sent.keys())
     if unsent:
         raise RolloutError(

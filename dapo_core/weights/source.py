@@ -44,7 +44,7 @@ class WeightSource:
         max_bytes: int,
         device: torch.device,
     ) -> None:
-        """file_names: tensors in the model files; device: where slots and non-offloaded shards are."""
+        """file_names: tensors in the model files; device: of slots and shards on the device."""
         self._device = device
         self._causal_lm = causal_lm
         parameters: dict[str, Any] = dict(causal_lm.named_parameters())

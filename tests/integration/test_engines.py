@@ -76,7 +76,7 @@ def load_model(path: Path) -> Any:
 
 
 def decode(engine: Engine, num_tokens: int) -> None:
-    """Step until the unfinished responses have `num_tokens` tokens in total; fails if one finishes."""
+    """Step until the responses have `num_tokens` tokens in total; fails if one finishes."""
     while engine.num_unfinished_tokens() < num_tokens:
         assert engine.step() == []
     assert engine.num_unfinished_tokens() == num_tokens

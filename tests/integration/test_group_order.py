@@ -1,4 +1,4 @@
-"""Trainings on a task with wrong long responses: which groups they train on, and what carries over."""
+"""A training on a task with wrong long responses: which groups it trains on and carries over."""
 
 from __future__ import annotations
 

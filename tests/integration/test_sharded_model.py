@@ -1,4 +1,4 @@
-"""Real FSDP2 ranks load a model: every weight arrives, and no rank ever loads more than its rows."""
+"""Real FSDP2 ranks load a model: every weight arrives, and no rank loads more than its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine over two processes, colocated with ranks: weight syncs, rollouts, and a dead process."""
+"""An engine over two processes, colocated with ranks: syncs, rollouts, and a dead process."""
 
 from __future__ import annotations
 

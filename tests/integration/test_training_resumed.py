@@ -153,7 +153,7 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
 def test_a_finished_training_starts_no_worker(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if killed at its end: the last step is unreported, and there is one checkpoint too many."""
+    """As if killed at its end: the last step is unreported, with one checkpoint too many."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output = tmp_path / "ended"
     shutil.copytree(begun.output, output)

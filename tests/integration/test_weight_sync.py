@@ -34,7 +34,7 @@ PROBE = random_batch(num_groups=2, group_size=2)
 
 
 class InProcess:
-    """A policy rank on a thread and one worker, with the calls of RolloutGroup and WeightTransfer."""
+    """A policy rank on a thread and one worker, called as RolloutGroup and WeightTransfer do."""
 
     def __init__(self, rank: Policy, worker: RolloutWorker) -> None:
         self.rank = rank

@@ -55,7 +55,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.ke
 
 
 def tiny(config: PretrainedConfig) -> torch.nn.Module:
-    """Random weights, with attention and experts as plain matrix products, which the counter sees."""
+    """Random weights; attention and experts are plain matrix products, which the counter sees."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32

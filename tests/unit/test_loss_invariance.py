@@ -57,7 +57,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Result:
-    """A mini-batch's loss, its derivatives [B, R] by log_probs and entropy, and its other numbers."""
+    """A mini-batch's loss, its derivatives [B, R] by log_probs and entropy, and the rest."""
 
     loss: float
     gradients: tuple[torch.Tensor, torch.Tensor]

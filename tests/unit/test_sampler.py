@@ -1,4 +1,4 @@
-"""Dynamic sampling with a scripted source: which groups have signal, errors, and token accounting."""
+"""Dynamic sampling with a scripted source: signal, errors, and token accounting."""
 
 from __future__ import annotations
 
