@@ -81,13 +81,9 @@ class Trainer:
         self.validation = validation
         self.output_dir = output_dir
         self.identity = dict(identity)
+        num_prompts, compat = config.train.train_prompts, Compat.of(config.algorithm)
         self.sampler = Sampler(
-            cluster.rollouts,
-            stream,
-            config.train.train_prompts,
-            config.sampler,
-            Compat.of(config.algorithm),
-            config.run.deterministic,
+            cluster.rollouts, stream, num_prompts, config.sampler, compat, config.run.deterministic
         )
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
@@ -236,8 +232,8 @@ class Trainer:
     def _keep(self, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
         save_every, total_steps = self.config.checkpoint.save_every, self.config.train.total_steps
         with timer.phase("save_checkpoint"):
-            is_due_now = is_due(self.num_steps, save_every, total_steps)
-            self.checkpoints.keep(self._state(metrics), is_due_now)
+            due = is_due(self.num_steps, save_every, total_steps)
+            self.checkpoints.keep(self._state(metrics), due)
 
     def _log(self, number: int, metrics: Mapping[str, float]) -> None:
         self.log.append(number, self.policy_version, metrics)

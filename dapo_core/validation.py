@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_core.checkpoint.folder import GENERATIONS_FOLDER, generations_file
-from dapo_core.draw.groups import Group, GroupRequest, GroupSource, Rollout
+from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.report import STALL_ADVICE
+from dapo_core.draw.source import GroupSource
 from dapo_core.draw.tokenizing import tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.model.sampling import Sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,3 +114,15 @@ def split_batch(
         part = batch.select(rows if len(rows) else [0])
         shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, count)))
     return shares, indices
+
+
+def mini_batches(
+    batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Return the rows of each mini-batch: `num_prompts` groups in `order`, at last fewer."""
+    group_ids = batch.group_ids.numpy()
+    group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
+    positions = group_positions[group_ids]  # by row
+    rows = np.argsort(positions, kind="stable")
+    firsts = range(num_prompts, batch.num_groups, num_prompts)
+    return np.split(rows, np.searchsorted(positions[rows], firsts))

@@ -89,24 +89,8 @@ def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
 
 
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """Return the groups in a random order, seeded by the seed and the step.
-
-    In finishing order, short responses come first: mini-batches would differ in length, and
-    token-mean would weight tokens of short responses more than those of long ones.
-    """
+    """Return the groups in a random order, seeded by the seed and the step."""
     return [groups[number] for number in random_order(len(groups), seed, step)]
-
-
-def mini_batches(
-    batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
-) -> list[np.ndarray]:
-    """Return the rows of each mini-batch: `num_prompts` groups in `order`, at last fewer."""
-    group_ids = batch.group_ids.numpy()
-    group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
-    positions = group_positions[group_ids]  # by row
-    rows = np.argsort(positions, kind="stable")
-    firsts = range(num_prompts, batch.num_groups, num_prompts)
-    return np.split(rows, np.searchsorted(positions[rows], firsts))
 
 
 def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:

@@ -126,9 +126,7 @@ def policy_loss(
     clamp(r, 1 - low, 1 + high)), for A < 0 at most -A c (DAPO, arXiv:2503.14476, eq. 8; dual clip
     arXiv:1912.09729), times its importance weight. Masked values, even NaN, affect neither loss nor
     gradient.
-
-    log_probs and entropy have the shape of the tokens; entropy may be None without an entropy
-    bonus.
+    Entropy may be None without an entropy bonus.
     """
     mask = tokens.response_mask
 

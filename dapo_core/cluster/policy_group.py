@@ -15,8 +15,8 @@ import numpy as np
 import ray
 import torch
 
-from dapo_core.algorithm.balance import RankShare, split_batch
-from dapo_core.algorithm.batch import Batch, TokenStats, mini_batches, random_order
+from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
+from dapo_core.algorithm.batch import Batch, TokenStats, random_order
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.cluster.actors import Actors
@@ -81,8 +81,7 @@ class PolicyGroup:
     ) -> tuple[list[Update], TokenStats]:
         """Run one optimizer step per mini-batch and pass; returns the updates and `stats`.
 
-        If `stats` is None, the first pass computes it. Old log-probs, advantages and importance
-        weights stay fixed over all passes.
+        The first pass computes missing stats. Anchor, advantages and weights stay fixed.
         """
         train, seed = self.config.train, self.config.run.seed
         updates: list[Update] = []
@@ -103,8 +102,7 @@ class PolicyGroup:
     def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
         """Copy the policy's weights to the reference model if algorithm.kl.refresh_every is due.
 
-        Only the step number decides, whether or not the step was skipped, so a resume changes
-        nothing.
+        Only the step number decides, so a resume changes nothing.
         """
         refresh_every = self.config.algorithm.kl.refresh_every
         if refresh_every and step % refresh_every == 0:
@@ -150,8 +148,8 @@ class PolicyGroup:
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write each rank's parameters, optimizer state and random generators to the folder.
 
-        If asynchronous, return once they are copied to host memory; see is_saved. Raises OSError
-        with its errno if a rank cannot write, and CheckpointError while another save runs.
+        If asynchronous, return once they are in host memory. Raises OSError with its errno if a
+        rank cannot write, and CheckpointError while another save runs.
         """
         self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 

@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError
 from dapo_core.cluster.actors import Actors
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.rollout import Progress
+from dapo_core.engines.base import Sequences
 from dapo_core.errors import RolloutError
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
@@ -90,9 +91,7 @@ class RolloutGroup:
         """Allocate device memory for weights or KV cache again on all engines."""
         self.actors.get([worker.wake.remote(states) for worker in self.workers])
 
-    def log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[list[float]]]:
+    def log_probs(self, sequences: Sequences) -> list[list[list[float]]]:
         """Return each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 

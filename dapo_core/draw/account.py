@@ -102,3 +102,11 @@ class Draw:
     groups: list[Group]  # P of them; fewer only with on_exhausted=train_partial or skip_step
     num_drawn: int  # prompts
     account: TokenAccount
+
+
+def fate_without_signal(group: Group) -> Fate:
+    """Return all_right, all_wrong, or all_equal for others: equal scores with different `acc`."""
+    accs = group.metric("acc") or [0.0]
+    if min(accs) >= 1.0:
+        return "all_right"
+    return "all_wrong" if max(accs) <= 0.0 else "all_equal"

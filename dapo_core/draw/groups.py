@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import FinishReason, Response
@@ -87,21 +85,3 @@ class GroupRequest:
     def without_responses(self) -> GroupRequest:
         """Return the request without any sampled responses."""
         return replace(self, responses=[], versions=[])
-
-
-class GroupSource(Protocol):
-    """Samples and scores groups: cluster.rollout_group.RolloutGroup."""
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    @property
-    def num_tokens_in_flight(self) -> int: ...
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None: ...
-
-    def finished(self) -> list[Group]: ...
-
-    def suspend(self) -> tuple[list[Group], list[GroupRequest]]: ...
-
-    def take_reward_seconds(self) -> float: ...

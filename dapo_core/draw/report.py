@@ -117,6 +117,22 @@ def finished_groups_message(account: TokenAccount) -> str:
     )
 
 
+def draw_summary(
+    account: TokenAccount,
+    num_drawn: int,
+    num_ready: int,
+    num_needed: int,
+    num_in_flight: int,
+    num_tokens: int,
+) -> str:
+    """Describe how far a draw has come, as the first sentence of an error."""
+    return (
+        f"{num_drawn} new prompts and the groups carried over gave {num_ready} of {num_needed} "
+        f"groups with signal: {finished_groups_message(account)}; {num_in_flight} groups with "
+        f"{num_tokens} response tokens are in flight."
+    )
+
+
 def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
     """Return the opening for a draw that was all right or all wrong; "" for other draws."""
     num_finished, groups = account.finished_groups, account.groups

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.config.compat import Compat
 from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
-from dapo_core.engines.base import Engine, GenerationRequest, Response
+from dapo_core.engines.base import Engine, GenerationRequest, Response, Sequences
 from dapo_core.engines.engine_thread import EngineThread
 from dapo_core.machine.device import device_for
 from dapo_core.reward.pool import RewardPool, ScoreRequest
@@ -55,8 +55,8 @@ class _OpenGroup:
 class RolloutWorker:
     """One engine and its scoring processes: takes prompts and returns groups as they finish.
 
-    The engine decodes on its own thread, also between calls and during scoring. A group is finished
-    once all its responses are scored. Engine errors are raised by the next call.
+    The engine decodes on its own thread, also between calls and during scoring. Its errors are
+    raised by the next call.
     """
 
     def __init__(
@@ -162,9 +162,7 @@ class RolloutWorker:
         """Return what the engine's loader took in the last sync."""
         return self.engine.run(lambda engine: engine.loaded)
 
-    def log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Return the engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.engine.run(lambda engine: engine.log_probs(sequences))
 
@@ -186,12 +184,8 @@ class RolloutWorker:
         )
 
     def _num_open_tokens(self) -> int:
-        responses = (
-            response for group in self._open.values() for response in group.responses.values()
-        )
-        return self.engine.num_unfinished_tokens() + sum(
-            len(response.response_ids) for response in responses
-        )
+        done = [each for group in self._open.values() for each in group.responses.values()]
+        return self.engine.num_unfinished_tokens() + sum(len(each.response_ids) for each in done)
 
     def _collect(self, response: Response) -> None:
         """Record a finished response and queue it for scoring."""

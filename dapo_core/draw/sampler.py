@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dapo_core.config.compat import OURS, Compat
-from dapo_core.draw.account import Draw, Fate, TokenAccount
-from dapo_core.draw.groups import Group, GroupRequest, GroupSource
+from dapo_core.draw.account import Draw, TokenAccount, fate_without_signal
+from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import (
     DrawProgress,
     NotEnoughSignal,
+    draw_summary,
     exhausted_message,
-    finished_groups_message,
     no_scores_error,
     nothing_to_learn,
     stalled_error,
 )
+from dapo_core.draw.source import GroupSource
 
 if TYPE_CHECKING:
     from dapo_core.config.sampler import SamplerConfig
@@ -83,8 +84,8 @@ class Sampler:
         the step is full, other groups with signal become surplus, and unfinished ones carry over.
 
         Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with
-        signal finishes for max_seconds_without_kept; RolloutError if no group finishes at all in
-        that time; RewardError if no response could be scored.
+        signal finishes for max_seconds_without_kept; RolloutError if none finishes at all;
+        RewardError if no response could be scored.
         """
         state = _DrawState(step, self.clock())
         self._carry_in(state)
@@ -123,16 +124,11 @@ class Sampler:
             return []
         open_ids = [*self._submitted, *(request.group_id for request in self.unfinished)]
         first_open = min(open_ids, default=self.stream.position)
-        return sorted(group_id for group_id in state.ready if group_id < first_open)[
-            : self.train_prompts
-        ]
+        certain = sorted(group_id for group_id in state.ready if group_id < first_open)
+        return certain[: self.train_prompts]
 
     def _num_to_draw(self, state: _DrawState) -> int:
-        """Return the number of prompts to draw now.
-
-        Keeps gen_prompts prompts open (in flight or ready), at least P and at most
-        (1 + max_staleness) * P.
-        """
+        """Return how many prompts to draw: gen_prompts are open, within P and (1 + staleness) P."""
         settings = self.settings
         if self.is_deterministic and self.source.num_in_flight:
             return 0
@@ -178,7 +174,7 @@ class Sampler:
                 state.ready[group.group_id] = group
                 state.last_signal, state.finished_since_signal = self.clock(), 0
             else:
-                account.add(_fate_without_signal(group), group.rollouts)
+                account.add(fate_without_signal(group), group.rollouts)
                 state.finished_since_signal += 1
 
     def _has_signal(self, group: Group) -> bool:
@@ -239,23 +235,10 @@ class Sampler:
         seconds = self.clock() - state.last_signal
         is_late = seconds > self.settings.max_seconds_without_kept
         if is_late and len(self._chosen(state)) < self.train_prompts:
-            raise stalled_error(
-                seconds, state.step, state.finished_since_signal, self._summary(state)
-            )
+            summary = self._summary(state)
+            raise stalled_error(seconds, state.step, state.finished_since_signal, summary)
 
     def _summary(self, state: _DrawState) -> str:
-        source = self.source
-        return (
-            f"{state.num_drawn} new prompts and the groups carried over gave {len(state.ready)} "
-            f"of {self.train_prompts} groups with signal: "
-            f"{finished_groups_message(state.account)}; {source.num_in_flight} groups with "
-            f"{source.num_tokens_in_flight} response tokens are in flight."
-        )
-
-
-def _fate_without_signal(group: Group) -> Fate:
-    """Return all_right, all_wrong, or all_equal for others: equal scores with different `acc`."""
-    accs = group.metric("acc") or [0.0]
-    if min(accs) >= 1.0:
-        return "all_right"
-    return "all_wrong" if max(accs) <= 0.0 else "all_equal"
+        in_flight = self.source.num_in_flight, self.source.num_tokens_in_flight
+        num_ready, num_needed = len(state.ready), self.train_prompts
+        return draw_summary(state.account, state.num_drawn, num_ready, num_needed, *in_flight)

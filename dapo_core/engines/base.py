@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dapo_core.weights.inbox import Inbox
 
 FinishReason = Literal["stop", "length", "abort"]
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt_ids, response_ids)
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,7 @@ class Engine(ABC):
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
         self.policy_version = policy_version
 
-    def log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Return the log-probs [R] of (prompt_ids, response_ids) pairs at temperature 1.
 
         Raises RolloutError while requests are unfinished.
@@ -243,9 +242,7 @@ class Engine(ABC):
         """Allocate device memory again."""
 
     @abstractmethod
-    def _log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Implement `log_probs` for an idle engine."""
 
     def _require_idle(self, action: str) -> None:

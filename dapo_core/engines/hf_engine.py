@@ -23,6 +23,7 @@ from dapo_core.engines.base import (
     GenerationRequest,
     Response,
     Row,
+    Sequences,
 )
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import WEIGHTS
@@ -195,9 +196,7 @@ class HuggingFaceEngine(Engine):
         return views
 
     @torch.inference_mode()
-    def _log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         results: list[list[float]] = []
         for prompt_ids, response_ids in sequences:
             token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self._device)

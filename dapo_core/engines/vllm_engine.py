@@ -24,6 +24,7 @@ from dapo_core.engines.base import (
     GenerationRequest,
     Response,
     Row,
+    Sequences,
 )
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
@@ -119,9 +120,7 @@ class VllmEngine(Engine):
         if self.settings.sleep_level is not None:
             self._engine.wake_up(list(states))
 
-    def _log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
@@ -226,9 +225,7 @@ class TensorParallelEngine(VllmEngine):
         self._broadcast("close", [])
         super().close()
 
-    def log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def log_probs(self, sequences: Sequences) -> list[list[float]]:
         self._broadcast("log_probs", [sequences])
         return super().log_probs(sequences)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from dapo_core.engines.base import Sequences
 from dapo_core.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch
     from dapo_core.config.training import TrainingConfig
 
-Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt_ids, response_ids)
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
 
 

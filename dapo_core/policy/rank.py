@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 class Policy(Profiled):
     """One rank of the sharded policy and its optimizer, and of the reference model if KL needs one.
 
-    Methods are collective unless noted: all ranks must call them together. With sp =
-    train.sequence_parallel, ranks r * sp to r * sp + sp - 1 get the same share, and each processes
-    a slice of its rows.
+    Methods are collective unless noted. With sp = train.sequence_parallel, ranks r * sp to
+    r * sp + sp - 1 get the same share, and each processes a slice of its rows.
     """
 
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
@@ -91,10 +90,7 @@ class Policy(Profiled):
 
     @record_function("old_log_prob")
     def log_probs(self, share: RankShare, temperature: float | None = None) -> TokenStats:
-        """Return log-probs and entropy at the share's response tokens, else 0: [b, R] float32 each.
-
-        The temperature defaults to the sampling temperature.
-        """
+        """Return log-probs and entropy at the share's response tokens, else 0: [b, R] float32."""
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
 
     @record_function("ref")
@@ -152,8 +148,7 @@ class Policy(Profiled):
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's parameters, optimizer state and random generators to the folder.
 
-        If asynchronous, returns once they are in host memory; see is_saved. Raises OSError with
-        its errno if a rank cannot write, else CheckpointError, on every rank.
+        If asynchronous, return once they are in host memory. Raises OSError or CheckpointError.
         """
         with self.offloader.readable():
             self.shards.save(folder, self.num_optimizer_steps, asynchronous)
@@ -192,10 +187,7 @@ class Policy(Profiled):
 
     @record_function("weight_sync")
     def send_weights(self) -> dict[str, dict[int, int]]:
-        """Send all weights through rank 0 until every engine process has taken every bucket.
-
-        Returns the checksums of this rank's rows.
-        """
+        """Send all weights through rank 0; returns the checksums of this rank's rows."""
         self.offloader.require_loaded(WEIGHTS)
         reshard(self.model)
         return self.weights.send(self.outbox)

@@ -18,10 +18,7 @@ class WeightTransfer:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[Any],
-        engines: Sequence[Sequence[Any]],
-        get: Callable[[Any], Any],
+        self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], get: Callable[[Any], Any]
     ) -> None:
         """`engines` lists each engine's parts, the rollout worker first; `get` fetches results."""
         self.ranks = ranks
@@ -40,9 +37,7 @@ class WeightTransfer:
         self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
     ) -> None:
         """Open the connections. `is_local` tells which engine processes share rank 0's memory.
-
-        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a
-        rendezvous address for rank 0 and the other processes.
+        That memory is the device's if `on_device`, else the node's.
         """
         memory = self.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
         size = 1 + is_local.count(False)
@@ -71,9 +66,5 @@ class WeightTransfer:
         receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
         sent = self.get(sending + receiving)[: len(sending)]
         loaded: list[Loaded] = self.get([part.loaded_weights.remote() for part in self.parts])
-        require_arrived(
-            self.plan,
-            merge_checksums(sent),
-            dict(zip(self.names, loaded, strict=True)),
-            policy_version,
-        )
+        by_name = dict(zip(self.names, loaded, strict=True))
+        require_arrived(self.plan, merge_checksums(sent), by_name, policy_version)

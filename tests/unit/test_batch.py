@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.algorithm.balance import RankShare, split_batch
-from dapo_core.algorithm.batch import build_batch, mini_batches, random_order, shuffled
+from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
+from dapo_core.algorithm.batch import build_batch, random_order, shuffled
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
