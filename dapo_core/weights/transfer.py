@@ -36,9 +36,7 @@ class WeightTransfer:
     def connect(
         self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
     ) -> None:
-        """Open the connections. `is_local` tells which engine processes share rank 0's memory.
-        That memory is the device's if `on_device`, else the node's.
-        """
+        """Open the connections; `is_local`: who shares rank 0's node, or device if `on_device`."""
         memory = self.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
         size = 1 + is_local.count(False)
         address = meeting_point() if size > 1 else ""
