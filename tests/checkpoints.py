@@ -40,9 +40,7 @@ def flip(name: str, offset: int = -1) -> Callable[[Path], None]:
 
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
-    """Make a state after `step`, with every kind of group and floats that a lossy format would
-    round.
-    """
+    """Make a state after `step` with every kind of group and floats that need all digits."""
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
     awkward = [
         replace(
@@ -80,7 +78,7 @@ def write_state(folder: Path, state: TrainerState) -> Path:
 
 
 class FileShards:
-    """A policy group of two files; an asynchronous save writes the second one at the second poll."""
+    """A policy group of two files; a background save writes the second one at the second poll."""
 
     num_bytes = 42  # of both files
 

@@ -37,7 +37,7 @@ class Case:
 
 
 def write_folders(cases: list[Case], folder: Path) -> dict[Case, tuple[Path, Path]]:
-    """Model folder and `global_step_3` of each case; cases with equal rank counts share the ranks."""
+    """Model folder and `global_step_3` of each case; equal rank counts share the ranks."""
     places = {
         case: (folder / str(case) / "model", folder / str(case) / "global_step_3") for case in cases
     }

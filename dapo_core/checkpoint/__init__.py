@@ -1,3 +1,1 @@
-"""Checkpoints: sharded weights and optimizer state, the trainer state, and the model files that a
-merge needs.
-"""
+"""Checkpoints: shards of weights and optimizer, the trainer's state, and the model's files."""

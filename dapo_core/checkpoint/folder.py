@@ -1,5 +1,4 @@
-"""Layout of a training's checkpoint folder: which checkpoints are complete, the latest and the
-best.
+"""Layout of a checkpoint folder: which checkpoints are complete, the latest and the best.
 
     checkpoints/
         step_000020/                a checkpoint
@@ -87,9 +86,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def best_checkpoints(folder: Path, count: int = 1) -> list[Path]:
-    """Return up to `count` complete checkpoints by validation/accuracy, highest first; ties go to
-    the earliest.
-    """
+    """Return up to `count` complete checkpoints, highest accuracy first; ties: earliest first."""
     accuracies = {
         path: accuracy
         for path in checkpoint_folders(folder)
@@ -105,9 +102,7 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise CheckpointError for anything but files and folders: links may point outside, and pipes
-    block.
-    """
+    """Raise CheckpointError for links, which may point outside, and for pipes, which block."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(
@@ -118,16 +113,12 @@ def refuse_links(folder: Path) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a unique temporary path beside `path`: ranks of a killed attempt may still write to
-    theirs.
-    """
+    """Return a unique temporary path beside `path`: ranks of a killed attempt may still write."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def tidy(folder: Path, keep_last: int, keep_best: int, keep_steps: Collection[int] = ()) -> None:
-    """Remove leftovers of killed attempts and all checkpoints but the newest, the best and
-    `keep_steps`.
-    """
+    """Remove leftovers and all checkpoints but the newest, the best and `keep_steps`."""
     for leftover in folder.glob(f"*{PARTIAL}"):
         remove(leftover)
     kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}

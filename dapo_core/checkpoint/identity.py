@@ -25,16 +25,14 @@ TOTAL_STEPS = "train.total_steps"
 def training_identity(
     config: TrainingConfig, prompts_digest: str, model_path: Path
 ) -> dict[str, Any]:
-    """Return the values that define the training: keys as `section.key`, digests as `prompts` and
-    `model`.
+    """Return the values that define the training, by `section.key`, and digests of its inputs.
 
     Placement is left out, so a training can resume with another number of ranks.
     """
     values = leaves({section: result_values(getattr(config, section)) for section in SECTIONS})
     if config.train.schedule == "constant" or config.train.schedule_steps is not None:
-        del values[
-            TOTAL_STEPS
-        ]  # training may be extended, unless the learning rate decays until the end
+        # training may be extended, unless the learning rate decays until the end
+        del values[TOTAL_STEPS]
     if values["custom_reward.path"] is not None:  # identified by content, not by path
         values["custom_reward.path"] = hashlib.sha256(
             Path(values["custom_reward.path"]).read_bytes()
@@ -55,8 +53,7 @@ def refuse_other_training(
     now: Mapping[str, Any],
     allowed: Collection[str] = (),
 ) -> list[str]:
-    """Return the differences between a checkpoint's identity and this training's, as "key before ->
-    now".
+    """Return the differences between a checkpoint's identity and this one, as "key before -> now".
 
     Raises CheckpointError if any is not in `allowed` (checkpoint.allow_changed), and ConfigError if
     `allowed` names an unknown key.
@@ -76,9 +73,8 @@ def refuse_other_training(
     if refused:
         raise CheckpointError(
             f"{checkpoint} belongs to another training "
-            f"({', '.join(changed[name] for name in refused)}), and "
-            "resuming would mix the two. Use a new --output, restore these values, or, to change "
-            "the training "
-            f"midway, --set 'checkpoint.allow_changed=[{', '.join([*sorted(allowed), *refused])}]'"
+            f"({', '.join(changed[name] for name in refused)}), and resuming would mix the two. "
+            "Use a new --output, restore these values, or, to change the training midway, --set "
+            f"'checkpoint.allow_changed=[{', '.join([*sorted(allowed), *refused])}]'"
         )
     return list(changed.values())

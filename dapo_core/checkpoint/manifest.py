@@ -62,9 +62,7 @@ def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, P
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Return the manifest, or None for an old checkpoint without one; raises CheckpointError if
-    unreadable.
-    """
+    """Return the manifest, None if there is none; raises CheckpointError if unreadable."""
     path = checkpoint / MANIFEST_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -84,9 +82,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def shard_digests(checkpoint: Path) -> dict[str, str]:
-    """Return the digests of the shards in the manifest by file name, equal to
-    `digests.file_digest`.
-    """
+    """Return the digests of the shards by file name, equal to `digests.file_digest`."""
     manifest = read_manifest(checkpoint)
     files = manifest.files if manifest else {}
     return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
@@ -157,6 +153,5 @@ def _require_parts(path: Path, parts: Sequence[Part]) -> None:
     if wrong:
         raise CheckpointError(
             f"{path} is damaged or from another checkpoint: {len(wrong)} of its {len(parts)} parts "
-            "differ from "
-            "the manifest"
+            "differ from the manifest"
         )

@@ -39,9 +39,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(checkpoint: Path) -> Any:
-    """Return torch's Metadata of a checkpoint; raises CheckpointError unless it is a plain tensor
-    list.
-    """
+    """Return torch's Metadata; raises CheckpointError unless it is a plain tensor list."""
     try:
         with (checkpoint / METADATA_FILE).open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -64,7 +62,6 @@ def read_metadata(checkpoint: Path) -> Any:
     ) as error:
         raise CheckpointError(
             f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so its shards cannot be "
-            "located; copy it "
-            "from the node that wrote it, or use another checkpoint"
+            "located; copy it from the node that wrote it, or use another checkpoint"
         ) from error
     return metadata

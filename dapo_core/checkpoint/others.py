@@ -6,7 +6,7 @@ checkpoints/
         model_world_size_W_rank_R.pt    FSDP: one file per rank
         dist_ckpt/, model/dist_ckpt/    Megatron: torch.distributed.checkpoint with Megatron's names
         huggingface/, model/huggingface/  the model's files; with verl's bridge also its weights
-    iter_0000020/                       MindSpeed: one file per rank, mp_rank_TT_PPP/model_optim_rng.pt
+    iter_0000020/                       MindSpeed: mp_rank_TT_PPP/model_optim_rng.pt of each rank
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class OtherCheckpoint:
         raise CheckpointError(
             f"{self.actor} has no weights in a known format: it contains {found}, but no "
             "model_world_size_W_rank_R.pt, safetensors or dist_ckpt; does the trainer save the "
-            "model (verl: "
-            "actor.checkpoint.save_contents)?"
+            "model (verl: actor.checkpoint.save_contents)?"
         )
 
     @property
@@ -92,8 +91,7 @@ def other_checkpoints(folder: Path) -> list[OtherCheckpoint]:
 
 
 def _newest_step(path: Path) -> int | None:
-    """Return the step in the file, or None if it is missing; raises CheckpointError if it is not a
-    number.
+    """Return the step in the file, None if it is missing; raises CheckpointError for other text.
 
     Trainers truncate the file before writing it, so an empty one is read again.
     """

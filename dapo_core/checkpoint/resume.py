@@ -42,9 +42,7 @@ OnDamage = Literal["previous", "stop"]
 
 @contextmanager
 def lock_checkpoints(folder: Path) -> Iterator[None]:
-    """Lock a training's checkpoint folder; raises CheckpointError immediately if another process
-    holds it.
-    """
+    """Lock a checkpoint folder; raises CheckpointError at once if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     with ExitStack() as stack:
@@ -53,21 +51,18 @@ def lock_checkpoints(folder: Path) -> Iterator[None]:
         except LockHeld:
             raise CheckpointError(
                 f"{folder} is in use by {read_holder(path)}: two trainings would overwrite each "
-                "other's "
-                "checkpoints; wait until it ends, stop it, or choose another --output"
+                "other's checkpoints; wait until it ends, stop it, or choose another --output"
             ) from None
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be locked ({error}), and without a lock two trainings could "
-                "write to it; choose "
-                "another --output"
+                "write to it; choose another --output"
             ) from error
         try:
             yield
         finally:
-            path.unlink(
-                missing_ok=True
-            )  # it names this process, which must not affect the output's digest
+            # it names this process, which must not affect the output's digest
+            path.unlink(missing_ok=True)
 
 
 def require_resume(resume: str) -> None:
@@ -75,8 +70,7 @@ def require_resume(resume: str) -> None:
     if resume not in MODES and not Path(resume).is_dir():
         raise ConfigError(
             f"checkpoint.resume={resume} is not a folder; set it to a checkpoint step_NNNNNN, the "
-            "output of a "
-            "training, auto or never"
+            "output of a training, auto or never"
         )
 
 
@@ -130,17 +124,14 @@ def _refuse_checkpoints_of_others(folder: Path) -> None:
     if others:
         raise CheckpointError(
             f"{folder} has {len(others)} checkpoints of another trainer, the newest "
-            f"{others[-1].path.name}, "
-            "which train.backend=own cannot continue; choose another --output, set train.backend "
-            "to that trainer, "
-            "or set checkpoint.resume=never to start over"
+            f"{others[-1].path.name}, which train.backend=own cannot continue; choose another "
+            "--output, set train.backend to that trainer, or set checkpoint.resume=never to start "
+            "over"
         )
 
 
 def _set_aside_after(checkpoint: Path) -> None:
-    """Rename the newer, damaged checkpoints so that they no longer count; they stay until the
-    training ends.
-    """
+    """Rename newer, damaged checkpoints, so that they do not count; the last step removes them."""
     folders = checkpoint_folders(checkpoint.parent)
     damaged = folders[folders.index(checkpoint) + 1 :]
     for path in damaged:
@@ -181,8 +172,7 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
 def require_same_training(
     config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError for another training's checkpoint, and ConfigError if no steps are left
-    to train.
+    """Raise CheckpointError for another training's checkpoint, ConfigError if no steps are left.
 
     The final checkpoint of this output is accepted: see finish_if_done.
     """
@@ -200,8 +190,7 @@ def require_same_training(
 
 
 def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> MetricsLog:
-    """Return the output's metrics log, truncated to the state's step, with that step's line added
-    if missing.
+    """Return the metrics log, truncated to the state's step, whose line is added if missing.
 
     If the state is not from a checkpoint of this output (`is_own`), existing lines are removed:
     they belong to another training.
@@ -214,8 +203,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
 
 def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
-    """Return the state without groups if the training has done its last step; None while steps are
-    left.
+    """Return the state without groups if the last step is done; None while steps are left.
 
     Completes what a kill after the last step may have skipped: metrics and removal of old
     checkpoints.
@@ -238,8 +226,7 @@ def _checkpoint_at(path: Path) -> Path:
             return found
     raise CheckpointError(
         f"checkpoint.resume={path} has no complete checkpoint: it is neither a step_NNNNNN folder "
-        "with "
-        f"{STATE_FILE} nor a training output with one; set another path, auto or never"
+        f"with {STATE_FILE} nor a training output with one; set another path, auto or never"
     )
 
 
@@ -254,9 +241,7 @@ def _supersede(folder: Path) -> None:
 
 
 def move_aside(folder: Path, paths: Sequence[Path]) -> None:
-    """Move the paths, which are in the checkpoint folder or beside it, to `superseded-TIME` in this
-    order.
-    """
+    """Move paths in the checkpoint folder or beside it to `superseded-TIME`, in this order."""
     if not paths:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")

@@ -1,5 +1,4 @@
-"""Saves and loads each rank's weights, optimizer state and random generators with
-torch.distributed.checkpoint.
+"""Saves and loads each rank's weights, optimizer state and random generators.
 
     model.NAME                        parameters (tied ones once) and persistent buffers
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW state of each parameter
@@ -49,8 +48,7 @@ _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
 class Shards:
-    """Saves and loads this rank's part of a model and its AdamW optimizer, and the process's random
-    generators.
+    """Saves and loads this rank's model part, AdamW optimizer and random generators.
 
     `__init__`, `save` and `load` are collective. They use a separate host process group, so
     training can use the default group during a save.
@@ -82,8 +80,7 @@ class Shards:
         )
 
     def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
-        """Write to the folder; if asynchronous, return once the state is copied to host memory (see
-        is_saved).
+        """Write to the folder; if asynchronous, return once the state is copied (see is_saved).
 
         Every rank raises OSError with the errno if a write failed on any rank, and CheckpointError
         for other errors.
@@ -91,9 +88,8 @@ class Shards:
         self._require_idle()
         state = self._state(num_optimizer_steps)
         if asynchronous:
-            writer = _Writer(
-                folder, per_thread_copy_ahead=0
-            )  # copy-ahead is for tensors on a device
+            # copy-ahead is for tensors on a device
+            writer = _Writer(folder, per_thread_copy_ahead=0)
             future: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             self._running = folder, future
             return
@@ -103,9 +99,7 @@ class Shards:
             raise _save_error(folder, failure) from failure
 
     def is_saved(self) -> bool:
-        """True if no asynchronous save is running; raises the last save's error once, as `save`
-        would.
-        """
+        """True if no save is running; raises the last save's error once, as `save` would."""
         if self._running is None:
             return True
         folder, future = self._running
@@ -125,8 +119,7 @@ class Shards:
         self._running = None
 
     def load(self, folder: str) -> int:
-        """Load a checkpoint written by any number of ranks in place; returns the number of
-        optimizer steps.
+        """Load any number of ranks' checkpoint in place; returns the number of optimizer steps.
 
         Generators missing from the folder get a new seed. Raises CheckpointError on every rank if
         the shards do not match the model or cannot be read.
@@ -153,8 +146,7 @@ class Shards:
         return num_optimizer_steps
 
     def num_bytes(self) -> int:
-        """Return the bytes of parameters and optimizer state that this rank saves; replicas count
-        on one rank.
+        """Return the bytes that this rank saves; replicas count on one rank.
 
         Excluded: under 2 KiB of overhead per tensor and 15 KiB of random generators per rank.
         """
@@ -170,8 +162,7 @@ class Shards:
         if self._running is not None:
             raise CheckpointError(
                 f"the checkpoint in {self._running[0]} is still being written; call is_saved until "
-                "it is True "
-                "before the next save or load"
+                "it is True before the next save or load"
             )
 
     def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
@@ -279,9 +270,7 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream:
-    """A file that is hashed while it is written; torch calls `tell` around each tensor, so a part
-    is a tensor.
-    """
+    """A file that is hashed by tensor while it is written: torch calls `tell` around each."""
 
     def __init__(self, file: io.IOBase) -> None:
         self._file: Any = file
@@ -377,9 +366,7 @@ def _written_bytes(tensor: torch.Tensor) -> int:
 
 
 def _save_error(folder: str, failure: CheckpointException) -> Exception:
-    """Return an OSError with the errno of the first rank that failed to write, else a
-    CheckpointError.
-    """
+    """Return an OSError with the errno of a rank that failed to write, else a CheckpointError."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(

@@ -51,9 +51,8 @@ def state_files(state: TrainerState) -> dict[str, bytes]:
     tokens: dict[str, np.ndarray] = {
         "num_tokens": np.array(num_tokens, dtype=np.int64),
         "response_ids": np.fromiter(ids, np.int32, sum(num_tokens)),
-        "rollout_log_probs": np.fromiter(
-            log_probs, np.float64, sum(num_tokens)
-        ),  # Python's precision
+        # Python's precision
+        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),
     }
     groups = {
         "surplus": [

@@ -96,9 +96,7 @@ class CheckpointWriter:
         self._polled_seconds = 0.0
 
     def keep(self, state: TrainerState, is_due: bool) -> None:
-        """Start a checkpoint of the step if one is due or its validation accuracy is among the
-        best.
-        """
+        """Start a checkpoint of the step if one is due or its accuracy is among the best."""
         self._complete(wait=False)
         self._last_state = state
         accuracy = accuracy_of(state.metrics)
@@ -106,8 +104,7 @@ class CheckpointWriter:
             self.begin(state)
 
     def poll(self) -> None:
-        """Publish the checkpoint in flight if its shards are written; asks the ranks at most once a
-        second.
+        """Publish the checkpoint in flight once it is written; asks the ranks once a second.
 
         Called while waiting for groups, so a kill does not lose a finished checkpoint.
         """
@@ -244,9 +241,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
-        """Measure the time spent; on failure remove the partial checkpoint and raise
-        CheckpointError.
-        """
+        """Measure the time; on failure remove the partial checkpoint and raise CheckpointError."""
         entered_at = time.perf_counter()
         try:
             yield
@@ -272,11 +267,9 @@ class CheckpointWriter:
         return (
             f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, but only "
             f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); "
-            f"{fallback}. Free some "
-            f"space, lower checkpoint.keep_last={settings.keep_last} or "
-            f"checkpoint.keep_best={settings.keep_best} "
-            "(one more must fit besides those), or choose an --output or a store.path on a larger "
-            "disk"
+            f"{fallback}. Free some space, lower checkpoint.keep_last={settings.keep_last} or "
+            f"checkpoint.keep_best={settings.keep_best} (one more must fit besides those), or "
+            "choose an --output or a store.path on a larger disk"
         )
 
 

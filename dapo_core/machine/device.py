@@ -42,26 +42,18 @@ class Device(ABC):
 
     @abstractmethod
     def name(self) -> str:
-        """Return the vendor's name of this process's device, such as `NVIDIA H100 80GB HBM3` or
-        `Ascend910B3`.
-        """
+        """Return the vendor's name of the device: `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
 
     @abstractmethod
     def visible(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the devices visible to a process with this environment, in the format of
-        `visible_variable`.
-        """
+        """Return the devices visible with this environment, in the form of `visible_variable`."""
 
     @abstractmethod
     def memory_bytes(self) -> int | None:
-        """Return the memory of this machine's first device (for a CPU, all usable memory); None
-        without one.
-        """
+        """Return the memory of the first device, on a CPU all usable memory; None without one."""
 
     def variables(self, is_shared: bool) -> dict[str, str]:
-        """Return default environment variables for ranks and engines; `is_shared`: two processes
-        per device.
-        """
+        """Return variables for ranks and engines; `is_shared`: two processes per device."""
         return {}
 
     @abstractmethod
@@ -74,20 +66,19 @@ class Device(ABC):
 
     @abstractmethod
     def take_memory(self) -> dict[str, float]:
-        """Return the node's used memory and this process's peaks since the last call, in GiB by
-        metric name.
+        """Return the node's used memory and this process's peaks since the last call, in GiB.
 
         On an accelerator, also the device memory used by all processes. Without
         /proc/self/clear_refs, host memory peaks are since process start.
         """
 
     def backends(self, has_host_tensors: bool) -> str:
-        """Return the collective backends; `has_host_tensors` adds gloo for tensors in host memory."""
+        """Return the collective backends; `has_host_tensors` adds gloo for host memory."""
         is_mixed = has_host_tensors and self.has_own_memory
         return f"cpu:gloo,{self.kind}:{self.backend}" if is_mixed else self.backend
 
     def resolve_dtype(self, name: str) -> torch.dtype:
-        """Return the torch dtype of a configured name; for `auto` on a CPU see model/precision.py."""
+        """Return the torch dtype of a name; for `auto` on a CPU see model/precision.py."""
         import torch
 
         return getattr(torch, self.low_precision if name == "auto" else name)
@@ -97,7 +88,7 @@ class Device(ABC):
         return 4 if (self.low_precision if name == "auto" else name) == "float32" else 2
 
     def fused_kernels(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Return the device's fused kernels by operation, with the signatures in policy/kernels.py."""
+        """Return fused kernels by operation, with the signatures in policy/kernels.py."""
         return {}
 
     def profiler(self) -> Any:
@@ -112,9 +103,7 @@ class Device(ABC):
             module.synchronize()
 
     def saving_on_host(self) -> AbstractContextManager[object]:
-        """Return a context in which autograd saves tensors in pinned host memory; no effect on a
-        CPU.
-        """
+        """Return a context in which autograd keeps tensors in pinned host memory."""
         import torch
 
         return torch.autograd.graph.save_on_cpu(
@@ -183,8 +172,7 @@ class Accelerator(Device):
         if not self.module().is_available():
             raise ConfigError(
                 f"train.device={self.kind}, but torch {torch.__version__} finds no such device on "
-                "this machine; "
-                "set train.device=cpu, or run on a node that has one"
+                "this machine; set train.device=cpu, or run on a node that has one"
             )
 
     def module(self) -> Any:
@@ -218,8 +206,7 @@ class Accelerator(Device):
             if "expandable_segments:true" in environment.get(name, "").lower():
                 raise ConfigError(
                     f"{name}={environment[name]} contradicts train.placement=colocated: engines "
-                    "cannot free "
-                    "expandable segments; remove expandable_segments, or set "
+                    "cannot free expandable segments; remove expandable_segments, or set "
                     "train.placement=separate"
                 )
 
@@ -368,9 +355,7 @@ def device_for(kind: str) -> Device:
 
 
 def accelerators() -> list[Accelerator]:
-    """Return the accelerators that this environment can detect: NPU if torch_npu is installed, and
-    CUDA.
-    """
+    """Return the accelerators to look for: NPU if torch_npu is installed, and CUDA."""
     kinds: list[Accelerator] = [Npu()] if importlib.util.find_spec("torch_npu") else []
     return [*kinds, Cuda()]
 
@@ -387,6 +372,5 @@ def _import_torch_npu() -> Any:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"train.device=npu, but torch_npu cannot be imported: {error}; install "
-            "requirements/npu and source "
-            "CANN's set_env.sh, or set train.device=cpu"
+            "requirements/npu and source CANN's set_env.sh, or set train.device=cpu"
         ) from None

@@ -1,5 +1,4 @@
-"""blake3 digests of files, by parts: several cores hash at once, and a reader can verify a single
-part.
+"""blake3 digests of files by parts: several cores hash at once, and a part can be verified.
 
 The parts of a safetensors file are its header and its tensors; the parts of a checkpoint shard are
 listed in the checkpoint's manifest; any other file is one part. A file's digest is blake3 over its
@@ -48,8 +47,7 @@ def file_digest(path: Path) -> str:
 
 
 def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
-    """Return size and digest of the file's consecutive parts of these sizes, computed on several
-    cores.
+    """Return size and digest of the file's consecutive parts, computed on several cores.
 
     A part beyond the end of the file is reported with its actual size.
     """
@@ -91,9 +89,7 @@ def safetensors_sizes(path: Path) -> list[int]:
 
 
 def shard_sizes(path: Path) -> list[int]:
-    """Return the sizes of a shard's parts from the manifest; the file size if they do not add up to
-    it.
-    """
+    """Return the sizes of a shard's parts from the manifest, or the file size if they differ."""
     num_bytes = path.stat().st_size
     try:
         files = json.loads((path.parent / CHECKPOINT_MANIFEST).read_text(encoding="utf-8"))["files"]

@@ -22,13 +22,11 @@ WORKERS = {
 }
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
-VLLM_IN_PROCESS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
-}  # avoids sending weights to another process
+# avoids sending weights to another process
+VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-VLLM_PARTS_ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind"
-}  # else vLLM requires a NUMA node per part
+# else vLLM requires a NUMA node per part
+VLLM_PARTS_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def set_defaults(values: Mapping[str, str]) -> None:

@@ -8,9 +8,7 @@ import socket
 
 
 def free_ports(host: str, count: int = 1) -> list[int]:
-    """Return distinct ports that are free on the host now; raises OSError if the host is not this
-    machine.
-    """
+    """Return distinct free ports; raises OSError if the host is not this machine."""
     with contextlib.ExitStack() as stack:  # keep all bound until the last is chosen
         probes = [stack.enter_context(new_socket(host)) for _ in range(count)]
         for probe in probes:
@@ -21,9 +19,8 @@ def free_ports(host: str, count: int = 1) -> list[int]:
 def bind_fault(host: str, port: int) -> str:
     """Return why no process can listen on the port, "" if one can."""
     with new_socket(host) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a closed server's connections linger
+        # a closed server's connections linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -38,9 +35,7 @@ def meeting_point(address: str) -> str:
 
 
 def connect(address: str, max_seconds: float, own: str = "") -> None:
-    """Open and close a TCP connection to HOST:PORT, from the address `own` if given; raises
-    OSError.
-    """
+    """Open and close a TCP connection to HOST:PORT, from `own` if given; raises OSError."""
     host, _, port = address.rpartition(":")
     target, source = (host.strip("[]"), int(port)), (own, 0) if own else None
     socket.create_connection(target, max_seconds, source_address=source).close()

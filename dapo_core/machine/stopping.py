@@ -1,6 +1,4 @@
-"""Graceful stop: a first SIGTERM or SIGINT requests a stop at a safe point, a second one ends
-training at once.
-"""
+"""Graceful stop: the first signal stops at a safe point, the second one at once."""
 
 from __future__ import annotations
 
@@ -75,8 +73,7 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, step: int) -> Iterator[None]:
-        """Raise StopRequested for a request before or inside the block, in which training step
-        `step` only waits.
+        """Raise StopRequested for a request before or in the block, where step `step` only waits.
 
         The caller must call `check` while waiting. A request after the block takes effect in the
         next such block.
@@ -115,7 +112,7 @@ class StopRequest:
 
 @contextmanager
 def raising_stopped(stop: StopRequest, continued_from: Callable[[], str | None]) -> Iterator[None]:
-    """Turn the end of training by a first signal into TrainingStopped, which names the checkpoint."""
+    """Raise TrainingStopped, which names the checkpoint, if a first signal ends the block."""
     try:
         yield
     except (StopRequested, KeyboardInterrupt) as error:

@@ -34,7 +34,7 @@ class VersionSet:
     driver: str | None = None  # minimum
 
     def differences(self, versions: Mapping[str, str]) -> list[str]:
-        """Describe missing and different packages; a local version counts only if the set has one."""
+        """Describe missing and different packages; a local version counts if the set has one."""
         differences = []
         for name, expected in self.packages.items():
             actual = versions.get(name)
@@ -66,8 +66,7 @@ def require_versions() -> None:
     if found := too_old():
         raise ConfigError(
             f"{'; '.join(found)}. Install a file from requirements/, or set train.backend=verl to "
-            "train with the "
-            "installed versions"
+            "train with the installed versions"
         )
 
 
@@ -82,7 +81,7 @@ def set_of(versions: Mapping[str, str]) -> str | None:
 
 
 def nearest_set(versions: Mapping[str, str]) -> VersionSet:
-    """Return the set with the smallest share of differing packages; on ties, the last in the table."""
+    """Return the set with the smallest share of differing packages; on ties, the last one."""
     known = reversed(sets().values())
     return min(known, key=lambda each: len(each.differences(versions)) / len(each.packages))
 

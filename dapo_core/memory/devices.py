@@ -9,9 +9,8 @@ from dapo_core.errors import ConfigError
 from dapo_core.machine.device import peak_flops
 
 MIB, GIB = 1024**2, 1024**3
-DRIVER_BYTES = (
-    768 * MIB
-)  # maximum that CUDA reserves of nvidia-smi's total: 0.75 GiB on A100, 0.54 on H100
+# maximum that CUDA reserves of nvidia-smi's total: 0.75 GiB on A100, 0.54 on H100
+DRIVER_BYTES = 768 * MIB
 NPU_BYTES = int(3.04 * GIB)  # npu-smi reports 64 GiB on Atlas A2, torch_npu sees 60.96
 
 
@@ -75,7 +74,7 @@ def _npu(gibibytes: float, chip: str, node_devices: int) -> DeviceModel:
 
 
 def _nvidia(total_mib: int, flops: float, memory: float, inside: float) -> DeviceModel:
-    """A device with nvidia-smi's total, in nodes of eight with 400 Gb/s per device to other nodes."""
+    """A device with nvidia-smi's total, in nodes of eight with 400 Gb/s each to other nodes."""
     return DeviceModel(
         "cuda", total_mib * MIB - DRIVER_BYTES, Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER)
     )
@@ -121,7 +120,7 @@ def usable_bytes(kind: str, total: int) -> int:
 
 
 def find_device(name: str) -> DeviceModel:
-    """Return the device with that name, vendor optional; raises ConfigError with the closest names."""
+    """Return the device, vendor optional; raises ConfigError with the closest names."""
     known = {_plain(title): device for title, device in DEVICES.items()}
     known |= {_plain(title.removeprefix("RTX ")): device for title, device in DEVICES.items()}
     if (found := known.get(_plain(name))) is not None:

@@ -53,9 +53,7 @@ def longest_sequence(config: TrainingConfig) -> int:
 def engine_memory(
     config: TrainingConfig, shape: ModelShape, device_bytes: int | None
 ) -> EngineMemory:
-    """Return the memory of one engine; `device_bytes` is the size of an accelerator, None if
-    unknown.
-    """
+    """Return the memory of one engine; `device_bytes` is an accelerator's, None if unknown."""
     rollout, device = config.rollout, device_for(config.train.device)
     item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"

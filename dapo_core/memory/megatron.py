@@ -98,9 +98,7 @@ def _stage(
 
 
 def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:
-    """Yield what a rank holds in a phase; verl keeps everything on the device that is not
-    offloaded.
-    """
+    """Yield what a rank holds in a phase; what is not offloaded stays on the device."""
     on_weights = not train.offload_parameters or phase in ("anchor", "update", "publish")
     on_gradients = not train.offload_parameters or phase == "update"
     on_optimizer = not train.offload_optimizer or phase == "update"

@@ -47,7 +47,7 @@ MEGATRON_ADVICE = "; or raise Megatron's parallel sizes in external.overrides"
 
 @dataclass(frozen=True)
 class Use:
-    """Memory of one kind that a role holds in a phase, on each device and on the host per device."""
+    """Memory of one kind that a role holds in a phase, on each device and beside it."""
 
     phase: str
     role: str
@@ -256,9 +256,8 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[
         ("reference model", WEIGHTS, rank.reference),
     ]
     for label, name, size in states:
-        is_dropped = name not in held and (
-            name == GRADIENTS or (is_cpu and train.is_colocated)
-        )  # or spilled
+        # or spilled
+        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))
         if is_dropped:
             continue
         if is_cpu or (name in held and not train.offload_shards):
@@ -276,15 +275,13 @@ def _holding(train: TrainConfig, phase: str) -> Holding:
 def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> list[Use]:
     train = config.train
     is_cpu = train.device == "cpu"
-    keeps_weights = (
-        config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1
-    )  # on the host
+    # on the host
+    keeps_weights = config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
     uses = []
     for phase in PHASES:
-        held = (
-            OF_ENGINES if is_cpu else _holding(train, phase).engines
-        )  # engines on a CPU cannot sleep
+        # engines on a CPU cannot sleep
+        held = OF_ENGINES if is_cpu else _holding(train, phase).engines
         is_awake = KV_CACHE in held
         parts = [
             ("weights", engine.weights, 0)

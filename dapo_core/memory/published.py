@@ -60,9 +60,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 
 
 def published_config(name: str) -> Mapping[str, Any] | None:
-    """Return a published model's config.json fields by the last part of its id or folder, None if
-    unknown.
-    """
+    """Return a published model's config.json by the last part of its id; None if unknown."""
     last = name.rstrip("/").rpartition("/")[2].lower()
     for suffix in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
         last = last.removesuffix(suffix)

@@ -80,9 +80,7 @@ class _Rank:
         )
 
     def _row(self, longest: int, num_responses: int) -> int:
-        """Return this rank's tokens in the largest micro-batch of up to `num_responses` longest
-        sequences.
-        """
+        """Return the tokens of the largest micro-batch of `num_responses` longest sequences."""
         parts = self.train.sequence_parallel
         sequences = min(max(self.train.micro_batch_tokens * parts // longest, 1), num_responses)
         return -(-sequences * longest // parts)
@@ -113,7 +111,7 @@ class _Rank:
         )
 
     def _scoring_moments(self) -> list[tuple[int, int, int]]:
-        """Return (gathered weights, activations, logits) at possible peaks of a forward-only pass."""
+        """Return (weights, activations, logits) at possible peaks of a forward-only pass."""
         shape, item, tokens = self.shape, self.item, self.scored_tokens
         root, layers = item * shape.root_parameters, self._gathered_layers()
         stream = item * shape.hidden * tokens  # the residual stream
@@ -125,9 +123,7 @@ class _Rank:
         ]
 
     def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int, int]]:
-        """Return (gathered weights, gradients, gloo's copies, activations, logits) at possible
-        peaks.
-        """
+        """Return (weights, gradients, gloo's copies, activations, logits) at possible peaks."""
         shape, item, tokens = self.shape, self.item, self.update_tokens
         root, layer = shape.root_parameters, shape.largest_layer
         head = shape.vocabulary * shape.hidden
@@ -137,13 +133,11 @@ class _Rank:
         kept = self._kept(tokens)
         stream = item * shape.hidden * tokens  # the residual stream
         norm = (4 + 2 * item) * shape.hidden * tokens
-        predictors = (
-            2 * item * shape.hidden * int(tokens * self.response_share)
-        )  # and their gradients
+        # and their gradients
+        predictors = 2 * item * shape.hidden * int(tokens * self.response_share)
         many = num_chunks > 1
-        first = (
-            item * root + layers - self._layer_buffer()
-        )  # the last layer's buffer beside the root
+        # the last layer's buffer beside the root
+        first = item * root + layers - self._layer_buffer()
         outputs = kept + norm + predictors
         is_recomputed = self.train.gradient_checkpointing
         one = tokens * self.layer_bytes() if is_recomputed else 0
@@ -242,5 +236,5 @@ class _Rank:
 
 
 def _pinned(num_bytes: int) -> int:
-    """Return the bytes that torch allocates for pinned memory of that size: the next power of two."""
+    """Return the bytes that torch allocates for pinned memory: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()

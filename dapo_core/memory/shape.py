@@ -17,9 +17,7 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated
-    MLP.
-    """
+    """Sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i: MLP."""
 
     hidden: int
     heads: int
@@ -59,9 +57,7 @@ class ModelShape:
         return [*self.root, *(shape for layer in self.layers for shape in layer)]
 
     def shard_parameters(self, num_shards: int) -> int:
-        """Return the elements of the largest shard: FSDP2 splits the first dimensions like
-        torch.chunk.
-        """
+        """Return the elements of the largest shard: FSDP2 splits rows like torch.chunk."""
         return sum(self.shards(num_shards))
 
     def shards(self, num_shards: int) -> list[int]:
@@ -97,15 +93,12 @@ def count(shapes: Sequence[Shape]) -> int:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape described by a config.json; raises ModelError for an unsupported
-    architecture.
-    """
+    """Return the shape that config.json describes; raises ModelError for other architectures."""
     kind = str(config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise ModelError(
             f"memory cannot be estimated for model_type {kind} (only for "
-            f"{', '.join(MODEL_TYPES)}); training may "
-            "still work"
+            f"{', '.join(MODEL_TYPES)}); training may still work"
         )
     try:
         return _shape(config, kind)

@@ -1,6 +1,4 @@
-"""Parallel sizes in verl's Megatron overrides, and checks that they divide the model and the
-devices.
-"""
+"""Parallel sizes in verl's Megatron overrides, and what they must divide."""
 
 from __future__ import annotations
 
@@ -87,8 +85,7 @@ class Splits:
 
 
 def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: bool) -> Splits:
-    """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and
-    `recomputes`.
+    """Read the parallel sizes in verl's overrides; the defaults are 1, `context`, `recomputes`.
 
     Raises ConfigError for an invalid size.
     """
@@ -123,9 +120,7 @@ def _read(text: str) -> tuple[str, Any]:
 
 
 def require_divided(splits: Splits, model: Layers, responses: int) -> None:
-    """Raise ConfigError listing everything that does not divide; `responses` is per
-    optimizer step.
-    """
+    """Raise ConfigError for all that does not divide; `responses`: per optimizer step."""
     if found := list(_undivided(splits, model, responses)):
         raise ConfigError("\n".join(f"external.overrides: {each}" for each in found))
 
@@ -148,16 +143,14 @@ def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
     if devices % whole:
         yield (
             f"{names['tensor']}={tensor} x {names['pipeline']}={pipeline} x "
-            f"{names['context']}={context} = "
-            f"{whole} does not divide train.num_ranks={devices}"
+            f"{names['context']}={context} = {whole} does not divide train.num_ranks={devices}"
         )
         return
     if responses % splits.data:
         yield (
             f"{responses} responses per optimizer step (train.mini_prompts x rollout.group_size) "
-            "cannot be split "
-            f"evenly over {splits.data} data-parallel ranks ({devices} / {whole}); change "
-            "train.mini_prompts"
+            f"cannot be split evenly over {splits.data} data-parallel ranks ({devices} / {whole}); "
+            "change train.mini_prompts"
         )
     yield from _undivided_experts(splits, model, names)
     yield from _undivided_layers(splits, model, names)
@@ -169,16 +162,14 @@ def _undivided_experts(splits: Splits, model: Layers, names: Mapping[str, str]) 
     elif model.experts and model.experts % splits.expert:
         yield (
             f"{names['expert']}={splits.expert} does not divide the model's {model.experts} "
-            "experts; "
-            f"use one of {_divisors(model.experts)}"
+            f"experts; use one of {_divisors(model.experts)}"
         )
     per_stage, size = splits.devices // splits.pipeline, splits.expert_tensor_size
     if per_stage % (splits.expert * size):
         yield (
             f"{names['expert']}={splits.expert} x {names['expert_tensor']}={size} = "
-            f"{splits.expert * size} does "
-            f"not divide the {per_stage} devices of a pipeline stage; set "
-            f"{names['expert_tensor']}=1 or change one"
+            f"{splits.expert * size} does not divide the {per_stage} devices of a pipeline stage; "
+            f"set {names['expert_tensor']}=1 or change one"
         )
 
 
@@ -188,18 +179,15 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
         account = f"{names['counts_embedding']} and {names['counts_loss']}"
         yield (
             f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} "
-            "layers: stages are "
-            f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} "
-            "and "
-            f"{names['last_layers']}"
+            f"layers: stages are {stages}; set {account} if {model.layers} + 2 divides, or "
+            f"{names['first_layers']} and {names['last_layers']}"
         )
     elif splits.virtual and (
         splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)
     ):
         yield (
             f"{names['virtual']}={splits.virtual} needs several pipeline stages and must divide "
-            "the layers of "
-            f"each ({stages})"
+            f"the layers of each ({stages})"
         )
 
 

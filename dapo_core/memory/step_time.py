@@ -1,5 +1,4 @@
-"""Estimates the time of a training step from its tokens, operations and bytes, and the devices'
-rates.
+"""Estimates the time of a training step from tokens, operations, bytes and the devices' rates.
 
 Before anything ran, it tells which phase dominates and whether a step takes minutes or hours. A
 run's metrics calibrate it: lengths become measured ones, and each phase gets a correction factor.
@@ -56,9 +55,7 @@ class Lengths:
     source: str = "assumed"
 
     def responses(self) -> list[float]:
-        """Return typical response lengths: quantiles of a log-normal truncated at the limit, with
-        this mean.
-        """
+        """Return typical lengths: quantiles of a log-normal with this mean and limit."""
         normal = NormalDist()
         shape = [
             math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES))
@@ -207,8 +204,7 @@ def _pass_seconds(
     trained: float,
     has_backward: bool,
 ) -> float:
-    """Return the seconds of a pass over the step's tokens: the maximum of computation and
-    communication.
+    """Return the seconds of a pass over the step's tokens: computation or communication.
 
     Each micro-batch gathers the weights once for a forward pass; with a backward pass it gathers
     them twice and reduces float32 gradients.
@@ -240,9 +236,8 @@ def _generate_seconds(
     """
     rollout, rates = config.rollout, machine.engines
     engine = engine_memory(config, shape, machine.device_bytes)
-    drawn = (
-        config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers
-    )  # per engine
+    # per engine
+    drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers
     responses = lengths.responses()
     mean_square = fmean(length**2 for length in responses)
     context = lengths.prompt + mean_square / (2 * lengths.response)  # of a decoded token
@@ -254,9 +249,8 @@ def _generate_seconds(
     devices = rollout.num_devices / rollout.num_workers
     weights = num_steps * engine.weights / reading
     caches = drawn * lengths.response * context * engine.token_bytes / reading
-    tokens = drawn * (
-        lengths.response + lengths.prompt / rollout.group_size
-    )  # siblings share their prompt
+    # siblings share their prompt
+    tokens = drawn * (lengths.response + lengths.prompt / rollout.group_size)
     computing = 2 * (_active_parameters(shape) + shape.vocabulary * shape.hidden) * tokens
     computing /= devices * rates.flops * TRAINING_SHARE
     return max(weights + caches, computing) + num_steps * len(shape.layers) * rates.layer_seconds
@@ -307,9 +301,8 @@ def _assumptions(
         f"each layer of a decoding step takes {engines.layer_seconds * 1000:.2f} ms besides memory "
         "traffic",
         f"between ranks: {rates.inside / 1e9:.0f} GB/s per device within a node, "
-        f"{rates.network / 1e9:.0f} "
-        f"between nodes, {NETWORK_SHARE:.0%} reached while computing; weights into engines: "
-        f"{SYNC_BYTES / 1e9:.0f} GB/s",
+        f"{rates.network / 1e9:.0f} between nodes, {NETWORK_SHARE:.0%} reached while computing; "
+        f"weights into engines: {SYNC_BYTES / 1e9:.0f} GB/s",
     )
     if not factors:
         return lines

@@ -36,8 +36,7 @@ class DcpSource:
     """A dapo train checkpoint; implements Source."""
 
     def __init__(self, checkpoint: Path, other_folders: Sequence[Path] = ()) -> None:
-        """Open the checkpoint; `other_folders` are the same checkpoint or its training's output on
-        other nodes.
+        """Open the checkpoint; `other_folders` are its copies or outputs on other nodes.
 
         Raises CheckpointError if the metadata cannot be read, or a shard or part of a tensor is
         missing.
@@ -70,8 +69,7 @@ class DcpSource:
         if not pieces:
             raise CheckpointError(
                 f"{name} in {self.label} has no counterpart among the {len(self._file_names)} "
-                "names in "
-                f"{NAMES_FILE}, so one of the two was changed; merge another checkpoint"
+                f"names in {NAMES_FILE}, so one of the two was changed; merge another checkpoint"
             )
         return pieces
 
@@ -86,7 +84,7 @@ class DcpSource:
         return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
-        """Manifest entry with the training step and the validation accuracy (None if not measured)."""
+        """Manifest entry with the training step and the validation accuracy, if measured."""
         checkpoint = Path(self.label)
         state = read_state_without_groups(checkpoint)
         return {
@@ -137,9 +135,7 @@ class DcpSource:
         return Block(path, offset, num_bytes, place.offset, place.offset + length, digest)
 
     def _require_shards(self) -> dict[str, Path]:
-        """Return the path of each shard in the metadata; raises CheckpointError if one is missing
-        or too short.
-        """
+        """Return the shards' paths; raises CheckpointError if one is missing or too short."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(
@@ -158,16 +154,14 @@ class DcpSource:
                 )
                 raise CheckpointError(
                     f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the "
-                    "node that wrote "
-                    "it, or pass that node's folder as an additional source"
+                    "node that wrote it, or pass that node's folder as an additional source"
                 )
             shards[name] = path
         return shards
 
 
 def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
-    """Return `source` if it is a checkpoint, else the latest or best checkpoint in that training
-    output.
+    """Return `source` if it is a checkpoint, else the latest or best one in that training output.
 
     Raises CheckpointError if there is none.
     """
@@ -176,15 +170,13 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
         if (source / METADATA_FILE).is_file():
             raise CheckpointError(
                 f"{source} is one checkpoint, so there is no best one to choose; pass the output "
-                "of dapo train, "
-                "or omit --checkpoint best"
+                "of dapo train, or omit --checkpoint best"
             )
         candidates = [*best_checkpoints(source / CHECKPOINTS)]
         if not candidates:
             raise CheckpointError(
                 f"no checkpoint in {source} was validated, so there is no best one; set "
-                "validation.every and "
-                "checkpoint.keep_best before training, or merge the latest"
+                "validation.every and checkpoint.keep_best before training, or merge the latest"
             )
     for candidate in candidates:
         if candidate is not None and (candidate / METADATA_FILE).is_file():
@@ -249,7 +241,6 @@ def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
     if row != stored.size[0]:
         raise CheckpointError(
             f"{name} in {label} has {stored.size[0]} rows, but the shards hold only the first "
-            f"{row}; "
-            "merge another checkpoint"
+            f"{row}; merge another checkpoint"
         )
     return chunks

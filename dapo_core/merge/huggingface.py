@@ -22,9 +22,7 @@ class HuggingFaceSource:
     """Tensors of a folder's safetensors files; implements Source."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if files are missing, truncated or damaged, or contain NaN or
-        infinity.
-        """
+        """Raises CheckpointError for missing, truncated or damaged files, NaN or infinity."""
         from safetensors import SafetensorError
 
         self.label = str(folder)

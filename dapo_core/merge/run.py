@@ -97,8 +97,7 @@ def merge_checkpoint(
 
 
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
-    """Open a checkpoint of dapo train or another trainer, or a Hugging Face folder; one folder per
-    node.
+    """Open any trainer's checkpoint or a Hugging Face folder, which may have one folder per node.
 
     `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a
     shard is missing.
@@ -133,10 +132,8 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
     if form in ("distributed", "iteration"):
         raise CheckpointError(
             f"{other.actor} contains distributed Megatron weights, which only its trainer can "
-            "convert: run dapo "
-            "merge with --config RECIPE, where external.python (verl) or external.source "
-            "(MindSpeed) provides the "
-            "converter"
+            "convert: run dapo merge with --config RECIPE, where external.python (verl) or "
+            "external.source (MindSpeed) provides the converter"
         )
     return other.model_folder or other.actor if form == "model" else other.actor
 
@@ -149,9 +146,7 @@ def _refuse_best(checkpoint: CheckpointChoice, folder: Path, description: str) -
 
 
 def other_in(folder: Path) -> OtherCheckpoint | None:
-    """Return the folder as another trainer's checkpoint, or the newest one in that training output,
-    if any.
-    """
+    """Return the folder as another trainer's checkpoint, or the newest one in it, if any."""
     return newest_other(folder / CHECKPOINTS) or newest_other(folder) or checkpoint_at(folder)
 
 
@@ -172,9 +167,7 @@ def _require_empty(target: Path) -> None:
 def _plan(
     source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
 ) -> list[OutputFile]:
-    """Plan the files; raises CheckpointError unless they contain exactly the tensors of the
-    architecture.
-    """
+    """Plan the files; raises CheckpointError unless they match the architecture's tensors."""
     computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
     outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
     require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
@@ -187,9 +180,7 @@ def _plan(
 def _dropped(
     source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]
 ) -> list[OutputTensor]:
-    """Return tied tensors to compare with the kept ones; those stored at the same position need no
-    comparison.
-    """
+    """Return the tied tensors to compare with the kept ones, unless both are stored as one."""
     kept = {tensor.name: tensor for tensor in outputs}
     return [
         dataclasses.replace(kept[other], name=name, stored_name=name)
@@ -228,8 +219,7 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
                 if free < num_bytes:
                     raise CheckpointError(
                         f"the merged model needs {num_bytes:,} bytes, but only {free:,} are free "
-                        f"at {target}; "
-                        "free some space or choose a target on another disk"
+                        f"at {target}; free some space or choose a target on another disk"
                     )
                 folder.mkdir()
                 yield folder
@@ -239,8 +229,7 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
     except LockHeld:
         raise CheckpointError(
             f"{target} is being written by another merge, {read_holder(lock)}; wait for it or "
-            "choose another "
-            "target"
+            "choose another target"
         ) from None
     except OSError as error:
         raise CheckpointError(
@@ -249,9 +238,7 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
-    """Copy all files but weights; like transformers, config.json names the dtype of the first
-    parameter.
-    """
+    """Copy the model files; like transformers, config.json names the first parameter's dtype."""
     copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

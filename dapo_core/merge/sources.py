@@ -53,13 +53,11 @@ class Block:
     num_bytes: int  # of the values
     start: int  # of the byte range with the checksum
     end: int
-    checksum: (
-        int | str | None
-    )  # CRC32 or blake3 of the range; None: verified when the source was opened
+    # CRC32 or blake3 of the range; None: verified when the source was opened
+    checksum: int | str | None
 
     def read(self) -> Iterator[memoryview]:
-        """Yield the values in parts of at most CHUNK_BYTES, each valid until this thread reads the
-        next one.
+        """Yield the values in parts, each valid until this thread reads the next one.
 
         Raises CheckpointError, naming the file, if it is too short or the checksum does not match.
         """
@@ -82,10 +80,8 @@ class Block:
         if not checksum.is_right():
             raise CheckpointError(
                 f"{self.path} is damaged or from another checkpoint: bytes {self.start:,} to "
-                f"{self.end:,} do not "
-                "match the checksum taken when they were written; copy the file again from the "
-                "node that wrote "
-                "it, or merge another checkpoint"
+                f"{self.end:,} do not match the checksum taken when they were written; copy the "
+                "file again from the node that wrote it, or merge another checkpoint"
             )
 
     def _range(
@@ -106,9 +102,8 @@ class Block:
             start += len(part)
 
 
-_BUFFERS = (
-    threading.local()
-)  # reused per thread: allocating memory costs as much as reading into it
+# reused per thread: allocating memory costs as much as reading into it
+_BUFFERS = threading.local()
 
 
 def _thread_buffer() -> memoryview:

@@ -1,4 +1,4 @@
-"""Verifies a merged model as a whole: the tensors match the architecture and give the same logits."""
+"""Verifies a merged model as a whole: its tensors match the architecture, its logits the source."""
 
 from __future__ import annotations
 
@@ -37,19 +37,15 @@ def empty_model(model_files: Path) -> nn.Module:
 
 
 def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
-    """Raise CheckpointError unless the outputs are exactly the model's parameters and persistent
-    buffers.
-    """
+    """Raise CheckpointError unless the outputs are the model's parameters and buffers."""
     tied = tied_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     expected, missing, unexpected = match_files(tensors, outputs)
     if missing or unexpected:
         raise CheckpointError(
             f"{label} does not match the architecture {type(model).__name__} in its config.json: "
-            "missing "
-            f"{sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters into the "
-            "model first, or "
-            "use the transformers version that wrote these names"
+            f"missing {sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters "
+            "into the model first, or use the transformers version that wrote these names"
         )
     wrong = [name for name, shape in expected.items() if not _fits(outputs[name], shape)]
     if wrong:
@@ -57,15 +53,12 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
         raise CheckpointError(
             f"{name} in {label} has shape {outputs[name].shape}, but {type(model).__name__} needs "
             f"{tuple(expected[name])} ({len(wrong)} such tensors): config.json and shards belong "
-            "to different "
-            "models"
+            "to different models"
         )
 
 
 def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
-    """True if transformers can load the tensor into a parameter of that shape; it can transpose
-    fused experts.
-    """
+    """True if transformers can load the tensor as that shape; it transposes fused experts."""
     is_transposed = bool(expert_pieces(output.name, shape)) and output.shape == (
         shape[0],
         shape[2],
@@ -75,8 +68,7 @@ def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
 
 
 def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
-    """Raise CheckpointError if tied tensors differ from the kept ones, since only one of them is
-    stored.
+    """Raise CheckpointError if tied tensors differ, since only one of them is stored.
 
     Tensors without a digest share their position in the source.
     """
@@ -84,15 +76,12 @@ def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: st
         if name in digests and digests[name] != digests[kept]:
             raise CheckpointError(
                 f"{name} and {kept} in {label} differ, although config.json declares them tied; "
-                "set "
-                "tie_word_embeddings to false in the checkpoint's config.json to keep both"
+                "set tie_word_embeddings to false in the checkpoint's config.json to keep both"
             )
 
 
 def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Read the files back from disk, bypassing the page cache; raises CheckpointError if they
-    differ.
-    """
+    """Read the files back, past the page cache; raises CheckpointError if they differ."""
     for name, written in parts.items():
         path = folder / name
         with path.open("rb") as file:  # drops the pages of a synced file
@@ -104,8 +93,7 @@ def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
-    """Compare the logits of the merged folder, loaded by transformers, with those of the source's
-    tensors.
+    """Compare the logits of the merged folder in transformers with those of the source.
 
     Both compute in float32 from weights in the merged dtype, so the logits must be bitwise equal.
     Returns {"tokens", "max_difference"}; raises CheckpointError if they differ.

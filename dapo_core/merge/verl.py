@@ -1,7 +1,7 @@
 """Reads checkpoints of verl's FSDP workers, which have one file of DTensors per rank.
 
 A folder `global_step_N/actor` contains
-    model_world_size_W_rank_R.pt   state dict of rank R: DTensors for parameters, plain tensors for buffers
+    model_world_size_W_rank_R.pt   state dict of rank R: DTensors, and plain tensors for buffers
     fsdp_config.json               world_size, FSDP_version (missing in old folders)
     huggingface/                   config, tokenizer, generation config
 The mesh is ("fsdp",), or ("ddp", "fsdp") with replicas, of which one complete replica is read.
@@ -34,8 +34,7 @@ FSDP_CONFIG_FILE = "fsdp_config.json"
 
 
 def find_shards(folders: Sequence[Path]) -> list[Path]:
-    """Return all rank files in the folders or their `actor` subfolders; empty if verl did not write
-    the folders.
+    """Return all rank files in the folders or their `actor` folders; empty if not verl's.
 
     Raises CheckpointError if only some of the folders contain shards.
     """
@@ -49,8 +48,7 @@ def find_shards(folders: Sequence[Path]) -> list[Path]:
     if empty and len(empty) < len(found):
         raise CheckpointError(
             f"{empty[0]} has no model_world_size_W_rank_R.pt, unlike the other sources; pass the "
-            "folders that "
-            "contain shards of one checkpoint"
+            "folders that contain shards of one checkpoint"
         )
     return sorted(path for paths in found.values() for path in paths)
 
@@ -85,16 +83,13 @@ class VerlSource:
             if problem := self._mismatch(shard, rows, position):
                 raise CheckpointError(
                     f"{self._paths[self._ranks[position]]} does not match the other shards: "
-                    f"{problem}; copy "
-                    "it again from the node that wrote it"
+                    f"{problem}; copy it again from the node that wrote it"
                 )
         has_experts = any(expert_pieces(name, it.shape) for name, it in self.tensors.items())
         self._experts = _experts_in_files(self.model_files) if has_experts else None
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensor itself, or each expert's matrices if published files of the architecture store
-        those.
-        """
+        """The tensor itself, or each expert's matrices if published files have those."""
         shape = self.tensors[name].shape
         experts = expert_pieces(name, shape)
         if not experts or self._experts is None:
@@ -134,7 +129,7 @@ class VerlSource:
         raise CheckpointError(
             f"shard {names[0]} of {self._num_ranks} is missing in {self.label}"
             + (f", and {len(names) - 1} more" if len(names) > 1 else "")
-            + "; copy it from the node that wrote it, or pass that node's folder as an additional source"
+            + "; copy it from the node that wrote it, or pass that node's folder as another source"
         )
 
     def _mismatch(self, shard: _Shard, rows: list[list[int]], position: int) -> str | None:
@@ -164,9 +159,7 @@ class _Shard:
     """One rank's file: its state dict on the meta device, and the positions of the values."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file is truncated, unsafe to load or not a state dict of
-        tensors.
-        """
+        """Raises CheckpointError unless the file is a complete, safe dict of tensors."""
         self.path = path
         with path.open("rb") as file:
             records = read_records(file, str(path)).values()
@@ -212,17 +205,14 @@ class _Shard:
             raise CheckpointError(
                 f"{self.path} was written on a mesh {names} of {len(ranks)} ranks; only "
                 f"{' and '.join(map(str, _MESHES))} with all {num_ranks} ranks are supported, no "
-                "tensor "
-                "parallelism"
+                "tensor parallelism"
             )
         return [
             list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)
         ]
 
     def _place(self, name: str) -> tuple[int, int, int]:
-        """Return the file offsets of a tensor's record and values, and the size of the values in
-        bytes.
-        """
+        """Return the offsets of a tensor's record and values, and the values' bytes."""
         local = _local(self.state[name])
         # torch has no public way to ask where a tensor lies in its file.
         start = getattr(local.untyped_storage(), "_checkpoint_offset", None)
@@ -248,8 +238,7 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
         if other != num_ranks:
             raise CheckpointError(
                 f"{path} and {paths[0]} were written by trainings with {other} and {num_ranks} "
-                "ranks; keep the "
-                "files of one checkpoint"
+                "ranks; keep the files of one checkpoint"
             )
         if rank in by_rank:
             raise CheckpointError(
@@ -265,9 +254,7 @@ def _world_size_and_rank(path: Path) -> tuple[int, int]:
 
 
 def _step(folders: Sequence[Path]) -> str | None:
-    """Return global_step_N from the folders' paths; raises CheckpointError if they name several
-    steps.
-    """
+    """Return global_step_N from the paths; raises CheckpointError if they name several."""
     found = {
         folder: next(
             (part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None
@@ -284,9 +271,7 @@ def _step(folders: Sequence[Path]) -> str | None:
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
-    """Return the FSDP version in fsdp_config.json; raises CheckpointError if its world size
-    differs.
-    """
+    """Return the FSDP version; raises CheckpointError if the world size differs."""
     for path in (folder / FSDP_CONFIG_FILE for folder in folders):
         if path.is_file():
             try:
@@ -328,8 +313,7 @@ def _load(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it contains more than tensors, and loading it could run code "
-            f"({_reason(error)}); "
-            "write it again with verl's FSDP workers on torch 2.6 or later"
+            f"({_reason(error)}); write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
     except (
         RuntimeError,
@@ -363,8 +347,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
-    """Return dimension names, all ranks, and the size of the last dimension of a mesh loaded
-    without values.
+    """Return dimension names, all ranks, and the last dimension's size of a mesh without values.
 
     Only its pickled state is available, whose attributes torch 2.9 renamed; test_merge_verl.py
     covers both.
@@ -381,16 +364,14 @@ def _placement(tensor: Any) -> Any:
     if not hasattr(tensor, "placements"):
         return None
     *replicas, placement = tensor.placements
-    is_by_rows = (
-        type(placement).__name__ == "Shard" and placement.dim == 0
-    )  # excludes strided shards
+    # excludes strided shards
+    is_by_rows = type(placement).__name__ == "Shard" and placement.dim == 0
     if not (is_by_rows or placement.is_replicate()) or not all(
         other.is_replicate() for other in replicas
     ):
         raise CheckpointError(
             f"a tensor {tuple(tensor.shape)} has placements {tuple(tensor.placements)}, but verl's "
-            "FSDP workers "
-            "shard rows only"
+            "FSDP workers shard rows only"
         )
     return None if placement.is_replicate() else placement
 
@@ -404,9 +385,7 @@ def _stored(tensor: Any) -> StoredTensor:
 
 
 def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]:
-    """Return the shape of part `position`; rows are split like torch.chunk, so the last parts may
-    be empty.
-    """
+    """Return the shape of part `position`; rows are split like torch.chunk."""
     if _placement(tensor) is None:
         return tuple(tensor.shape)
     num_rows, *rest = tensor.shape
@@ -423,8 +402,7 @@ def _coordinate(tensor: Any) -> int | None:
 
 
 def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
-    """Return how published files of the architecture store experts, which transformers fuses in
-    memory.
+    """Return how published files store experts, which transformers fuses in memory.
 
     "single": separate matrices per expert; the hidden size: fused and transposed; None: as in
     memory.
@@ -455,6 +433,5 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
         return "single"
     raise CheckpointError(
         f"{config.get('model_type')} files name experts {' and '.join(sources)}, which is not "
-        "supported; "
-        "supported architectures include Qwen3-MoE and Qwen3-VL-MoE"
+        "supported; supported architectures include Qwen3-MoE and Qwen3-VL-MoE"
     )

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 # of 128 KiB and more may return to the host, which is slow to give them back.
 WRITE_BYTES = 64 * 1024
 FLUSH_BYTES = 16 * 1024**2  # writeback granularity, so that little is left for the final fsync
-_LIBC = ctypes.CDLL(
-    None
-)  # Python has no sync_file_range, and posix_fadvise would also drop the pages
+# Python has no sync_file_range, and posix_fadvise would also drop the pages
+_LIBC = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = 2
 OnBytes = Callable[[int, int], None]  # bytes written, total bytes
 
@@ -73,7 +72,7 @@ class OutputFile:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header(self) -> bytes:
-        """Return the file header: length and JSON, padded so that values start at a multiple of 8."""
+        """Return the header: length and JSON, padded so that values start at a multiple of 8."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self.tensors:
@@ -89,7 +88,7 @@ class OutputFile:
 
 
 def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
-    """Return the tensors to write; `dtype` is "keep" or the dtype for all floating-point tensors."""
+    """Return the tensors to write; `dtype` is "keep" or that of all floating-point tensors."""
     import torch
 
     outputs = []
@@ -119,8 +118,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[OutputFile]:
-    """Distribute the tensors over files of at most `max_shard_bytes`; a larger tensor gets its own
-    file.
+    """Distribute the tensors over files of at most `max_shard_bytes`, or of one larger tensor.
 
     Wider dtypes come first, so each tensor is aligned to its element size.
     """
@@ -139,7 +137,7 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
 
 
 class ModelWriter:
-    """Writes and hashes the planned files in one pass over the source, several tensors in parallel."""
+    """Writes and hashes the files in one pass over the source, several tensors in parallel."""
 
     def __init__(self, folder: Path, files: Sequence[OutputFile], source: Source) -> None:
         """Create the files in the folder and write their headers."""
@@ -316,9 +314,8 @@ class _Values:
             num_bytes -= len(part)
             yield part
         if not self._rest:
-            self._rest = next(
-                self._parts, self._rest
-            )  # at the end of the last block, this verifies its checksum
+            # at the end of the last block, this verifies its checksum
+            self._rest = next(self._parts, self._rest)
 
     def _read(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
         import torch
@@ -341,7 +338,7 @@ class _Values:
 def _transposed(
     parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype
 ) -> Iterator[memoryview]:
-    """Yield the values of transposed matrices [..., rows, columns]; holds two matrices in memory."""
+    """Yield the values of transposed matrices [..., rows, columns]; two are in memory."""
     import torch
 
     num_bytes = shape[-2] * shape[-1] * dtype.itemsize

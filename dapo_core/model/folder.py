@@ -43,15 +43,13 @@ _PARTS = (
     ),
 )
 _OTHER_FORMS = {
-    "adapter_config.json": "it contains a LoRA adapter: merge it into its base model, e.g. with peft's "
-    "merge_and_unload",
+    "adapter_config.json": "it contains a LoRA adapter: merge it into its base model",
     "*.gguf": "it contains a GGUF file, which is quantized for inference: use the original model",
 }
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
-    """Raise ModelError unless the folder has a configuration, weights, a tokenizer, and no link
-    that leads out.
+    """Raise ModelError unless the folder has configuration, weights, tokenizer and no outer link.
 
     `key` is the configuration key of the folder.
     """
@@ -77,8 +75,7 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
         )
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
-            "Face "
-            f"folder{hint}"
+            f"Face folder{hint}"
         )
     require_own_files(folder)
 
@@ -115,8 +112,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise ModelError for a symlink that leads out of the folder, because it could expose any
-    file.
+    """Raise ModelError for a symlink that leads out of the folder: it could expose any file.
 
     A snapshot in a Hugging Face cache may link to its blobs.
     """
@@ -129,8 +125,7 @@ def require_own_files(folder: Path) -> None:
         if not any(target.is_relative_to(parent) for parent in allowed):
             raise ModelError(
                 f"{path} is a link to {target}, outside the model folder; replace it with a copy, "
-                "or set "
-                "model.path to the folder with the files"
+                "or set model.path to the folder with the files"
             )
 
 
@@ -145,8 +140,7 @@ def _target_of(link: Path) -> Path:
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor, by tensor name; reads only the index or the
-    headers.
+    """Return each tensor's safetensors file; reads only the index or the headers.
 
     Raises ModelError if the index cannot be read or names missing files.
     """
@@ -164,9 +158,8 @@ def weight_files(model_path: str | Path) -> dict[str, Path]:
         if missing:
             raise ModelError(
                 f"{folder} lacks {len(missing)} of the {len(set(weight_map.values()))} files in "
-                f"{INDEX_FILE}, "
-                f"such as {missing[0]}; fetch the model again, or set model.path to a complete "
-                "folder"
+                f"{INDEX_FILE}, such as {missing[0]}; fetch the model again, or set model.path to "
+                "a complete folder"
             )
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / SINGLE_FILE
@@ -180,9 +173,7 @@ def weight_names(model_path: str | Path) -> set[str]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the non-weight files of a model folder: config, tokenizer, chat templates, generation
-    config.
-    """
+    """Return the folder's files but weights: config, tokenizer, templates, generation config."""
     return [
         path
         for path in sorted((*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")))
@@ -194,7 +185,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy a model folder without its weights; raises ModelError for a link that leads out of it."""
+    """Copy a model folder without weights; raises ModelError for a link that leads out."""
     require_own_files(source)
     files = model_files(source)
     for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
@@ -290,8 +281,7 @@ def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> st
     if not weights and pickles:
         return (
             f"its weights are pickled ({pickles[0]}), a format that can run code; "
-            "model.allow_pickle=true loads "
-            "only tensors from them and converts them to safetensors"
+            "model.allow_pickle=true loads only tensors from them and converts them to safetensors"
         )
     if not weights:
         others = sorted({Path(path).suffix for path in top} & WEIGHT_SUFFIXES)

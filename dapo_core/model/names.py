@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COMPUTED_BUFFERS = re.compile(
-    r"rotary_emb\.inv_freq$"
-)  # in old files; models compute them from the configuration
+# in old files; models compute them from the configuration
+COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
@@ -37,17 +36,14 @@ class FilePiece:
     is_turned: bool = False  # transposed in the files (last two dimensions)
 
     def view(self, whole: torch.Tensor, first_expert: int = 0) -> torch.Tensor:
-        """Return a view of this piece in the parameter, or in its slice that starts at
-        `first_expert`.
-        """
+        """Return a view of this piece in the parameter, or in its slice from `first_expert` on."""
         if self.expert is None:
             return whole.transpose(-1, -2) if self.is_turned else whole
         return whole[self.expert - first_expert, self.first_row : self.first_row + self.num_rows]
 
 
 def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) -> list[FilePiece]:
-    """Return the file tensors that make up the parameter `name`; empty if the files lack any of
-    them.
+    """Return the file tensors that make up the parameter `name`; empty if one is missing.
 
     Fused experts are gate_up_proj [E, 2I, H], gate before up, and down_proj [E, H, I].
     """
@@ -58,9 +54,7 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
 
 
 def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
-    """Return each expert's matrices under their published names, in row order; empty unless experts
-    are fused.
-    """
+    """Return each expert's matrices by published name, in row order; empty unless fused."""
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return []
@@ -101,10 +95,8 @@ def file_views(
     if not pieces:
         raise ModelError(
             f"parameter {name} {list(whole.shape)} is not among the {len(file_names)} tensors in "
-            "the model files, "
-            "and cannot be assembled from them; set model.path to an architecture such as Qwen2, "
-            "Qwen3, Qwen3-MoE "
-            "or Llama"
+            "the model files, and cannot be assembled from them; set model.path to an architecture "
+            "such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
     return {piece.file_name: piece.view(whole) for piece in pieces}
 

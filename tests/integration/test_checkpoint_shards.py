@@ -1,6 +1,4 @@
-"""Real ranks save and load checkpoints: exactly, on other rank counts, asynchronously, and with
-failing writes.
-"""
+"""Real ranks save and load exactly, on other rank counts, and with failing writes."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def _whole(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def _draws() -> list[float]:
-    """Draw from each generator; three normal draws leave a cached value in those that draw pairs."""
+    """Draw from each generator; three normal draws leave a cached value where pairs are drawn."""
     normal = [random.gauss(0, 1) for _ in range(3)] + np.random.standard_normal(3).tolist()
     return [*normal, random.random(), np.random.random(), *torch.rand(2).tolist()]
 
@@ -250,9 +248,8 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
         assert rank.tensors.keys() == before[0].tensors.keys()
         for name, tensor in rank.tensors.items():
             assert torch.equal(tensor, before[0].tensors[name]), name
-        assert rank.next_sums.learning_rate == pytest.approx(
-            0.01 * 3 / 4
-        )  # the third of four warm-up steps
+        # the third of four warm-up steps
+        assert rank.next_sums.learning_rate == pytest.approx(0.01 * 3 / 4)
     _require_same_update(
         ranks[0], before[0], options.get("weight_decay", 0.1) - 0.1, num_ranks == 2
     )

@@ -1,6 +1,4 @@
-"""Merging shards of real FSDP2 ranks gives a folder that transformers and vLLM load, equal tensor
-by tensor.
-"""
+"""Merging real FSDP2 shards gives a folder that transformers loads, equal by tensor."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str,
 
 
 def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Update once, so that every weight changes, and save; returns the rank's weights and
-    log-probs.
-    """
+    """Update once, so that every weight changes, and save; returns weights and log-probs."""
     policy = Policy(model_path, make_config(model_path, train=TRAIN))
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
@@ -249,14 +245,8 @@ def _link_outside(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda checkpoint: (checkpoint / "__1_0.distcp").unlink(),
-            r"shard __1_0\.distcp of 3 in .*/step_000007 is missing; copy it from the node",
-        ),
-        (
-            _truncate_shard,
-            r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}; copy it",
-        ),
+        (lambda checkpoint: (checkpoint / "__1_0.distcp").unlink(), r"shard __1_0\.distcp of 3 in"),
+        (_truncate_shard, r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}"),
         (flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
         (
             lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
@@ -265,26 +255,13 @@ def _link_outside(checkpoint: Path) -> None:
         (flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
         (
             _plant("tensor_names.json", b'["model.norm.weight"]'),
-            r"model\.\S+ in .*/step_000007 has no counterpart among the 1 names in "
-            r"tensor_names\.json",
+            r"model\.\S+ in .* has no counterpart",
         ),
-        (
-            _plant("tensor_names.json", b'["model.norm'),
-            r"tensor_names\.json cannot be read \(Unterminated string",
-        ),
-        (
-            _plant("tensor_names.json", b"3"),
-            r"tensor_names\.json cannot be read \(it is not a list of names",
-        ),
-        (
-            lambda checkpoint: (checkpoint / ".metadata").unlink(),
-            r"step_000007 has no complete checkpoint",
-        ),
+        (_plant("tensor_names.json", b'["model.norm'), r"tensor_names\.json cannot be read"),
+        (_plant("tensor_names.json", b"3"), r"tensor_names\.json cannot be read \(it is not a"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "step_000007 has no complete"),
         (_plant(".metadata", b"\x80"), r"\.metadata .* cannot be read"),
-        (
-            _plant(".metadata", pickle.dumps(Harmful())),
-            r"cannot be read \(it references io\.open, which no checkpoint needs\)",
-        ),
+        (_plant(".metadata", pickle.dumps(Harmful())), r"cannot be read \(it references io\.open"),
         (_link_outside, r"huggingface/config\.json is a symbolic link, which is not followed"),
     ],
 )

@@ -71,9 +71,7 @@ def test_a_model_saved_by_the_trainer_is_merged(
 def test_verls_merger_converts_distributed_weights(model: Path, tmp_path: Path) -> None:
     config = config_of(env=install(tmp_path / "site"))
     output = training(tmp_path / "t", model, "global_step_3", "actor", "dist_ckpt")
-    with pytest.raises(
-        CheckpointError, match=r"actor contains distributed Megatron weights.*--config RECIPE"
-    ):
+    with pytest.raises(CheckpointError, match="actor contains distributed Megatron"):
         merge_checkpoint([output], tmp_path / "merged")
     lines: list[str] = []
     with converted(config, [output], tmp_path / "merged", lines.append) as sources:
@@ -132,14 +130,8 @@ def _no_tokenizer(folder: Path) -> None:
             _change(lambda weights: weights["lm_head.weight"][3].fill_(float("inf"))),
             r"lm_head\.weight in \S+ contains Na",
         ),
-        (
-            _change(lambda weights: weights.pop("lm_head.weight")),
-            r"missing 1 \(lm_head\.weight\), unexpected 0",
-        ),
-        (
-            _change(lambda weights: weights.update(extra=torch.ones(2))),
-            r"missing 0, unexpected 1 \(extra\)",
-        ),
+        (_change(lambda weights: weights.pop("lm_head.weight")), r"missing 1 \(lm_head\.weight\)"),
+        (_change(lambda weights: weights.update(extra=torch.ones(2))), "missing 0, unexpected 1"),
         (
             _change(lambda weights: weights.update({"model.norm.weight": torch.ones(3)})),
             r"model\.norm\.weight in \S+ has shape \(3,\)",
@@ -165,10 +157,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert newest_other(tmp_path) is None  # none is complete
     (tmp_path / NEWEST_FILE).write_text("10\n")
     assert [other.step for other in other_checkpoints(tmp_path)] == [2, 4, 10]
-    with pytest.raises(
-        CheckpointError,
-        match=r"global_step_10/actor has no weights in a known format: it contains nothing",
-    ):
+    with pytest.raises(CheckpointError, match="global_step_10/actor has no weights in a known"):
         _ = other_checkpoints(tmp_path)[-1].form
     (tmp_path / NEWEST_FILE).write_text("")
     with pytest.raises(CheckpointError, match=r"txt contains '' instead of a step"):

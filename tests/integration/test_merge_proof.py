@@ -103,9 +103,8 @@ def _merge_and_watch(send: Callable[[Any], None], large: Path, target: Path) -> 
     """Send the sizes and peak memory, mapped files included, of a merge from each source."""
     sent = {}
     for source, dtype in (("verl", "keep"), ("ours", "bfloat16")):
-        merge_checkpoint(
-            [large / "1" / source], target / f"{source}-warm-up", dtype
-        )  # imports, thread pools
+        # imports, thread pools
+        merge_checkpoint([large / "1" / source], target / f"{source}-warm-up", dtype)
         before, peak, is_done = _resident_bytes(), 0, threading.Event()
 
         def watch(is_done: threading.Event = is_done) -> None:
@@ -178,16 +177,14 @@ def test_a_failed_or_interrupted_merge_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"merged could not be written: \[Errno 27\] File too large"
-        ):
+        with pytest.raises(CheckpointError, match=r"merged could not be written: \[Errno 27\]"):
             merge_checkpoint([small[1]], tmp_path / "merged")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
     def stop(done: int, total: int) -> None:
-        second = rf"merged is being written by another merge, pid {os.getpid()} on .*; wait for it or choose another"
+        second = rf"merged is being written by another merge, pid {os.getpid()} on .*"
         with pytest.raises(CheckpointError, match=second):
             merge_checkpoint([small[1]], tmp_path / "merged")
         raise KeyboardInterrupt
@@ -245,9 +242,8 @@ def test_the_manifest_has_a_digest_for_every_file_and_tensor(
     processor = ("preprocessor_config.json", "processor_config.json")  # of a vision model
     for name in processor:
         (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
-    save_file(
-        {"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors"
-    )  # weights that verl may put there
+    # weights that verl may put there
+    save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")
     target = tmp_path / "merged"
     target.mkdir()  # an existing empty folder is accepted
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
@@ -289,9 +285,7 @@ def test_verify_logits_detects_different_weights(small: tuple[Path, Path], tmp_p
     weights = load_file(target / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.5
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"logits differ from those of \S+/actor by up to \d\S+ on 64 tokens"
-    ):
+    with pytest.raises(CheckpointError, match=r"logits differ from those of \S+/actor by up to"):
         compare_logits(target, source, outputs)
 
 

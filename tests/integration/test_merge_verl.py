@@ -85,20 +85,15 @@ def test_shards_from_two_nodes_are_merged(
     (first / "model_world_size_3_rank_1.pt").rename(second / "model_world_size_3_rank_1.pt")
     merge_checkpoint([second.parent, first], tmp_path / "merged", max_shard_bytes=40_000)
     assert_same_model(tmp_path / "merged", original)
-    for path in (tmp_path / "merged").glob(
-        "*.safetensors"
-    ):  # experts of a layer, 5 x 3 x 16 kB, are not kept together
+    # experts of a layer, 5 x 3 x 16 kB, are not kept together
+    for path in (tmp_path / "merged").glob("*.safetensors"):
         tensors = load_file(path)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
     shutil.copy2(first / "model_world_size_3_rank_0.pt", second)
-    with pytest.raises(
-        CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and \S+rank_0\.pt; keep"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and"):
         merge_checkpoint([second, first], tmp_path / "again")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"empty has no model_world_size_W_rank_R\.pt, unlike the other"
-    ):
+    with pytest.raises(CheckpointError, match=r"empty has no model_world_size_W_rank_R\.pt"):
         merge_checkpoint([first, tmp_path / "empty"], tmp_path / "again")
 
 
@@ -111,9 +106,7 @@ def test_one_complete_replica_is_enough(
     merge_checkpoint([tmp_path / "step"], tmp_path / "merged")  # ranks 2 and 3
     assert_same_model(tmp_path / "merged", original)
     (tmp_path / "step" / "actor" / "model_world_size_4_rank_2.pt").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"shard model_world_size_4_rank_1\.pt of 4 is missing in \S+/actor;"
-    ):
+    with pytest.raises(CheckpointError, match=r"shard model_world_size_4_rank_1\.pt of 4 is"):
         merge_checkpoint([tmp_path / "step"], tmp_path / "again")
 
 
@@ -193,25 +186,10 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda actor: _shard(actor).unlink(),
-            r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
-        ),
-        (
-            _truncate,
-            r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it "
-            r"again",
-        ),
-        (
-            _rewrite(zipfile.ZIP_DEFLATED),
-            r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which "
-            r"torch",
-        ),
-        (
-            _flip_value,
-            r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not "
-            r"match",
-        ),
+        (lambda actor: _shard(actor).unlink(), r"shard model_world_size_3_rank_1\.pt of 3 is"),
+        (_truncate, r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\)"),
+        (_rewrite(zipfile.ZIP_DEFLATED), r"rank_1\.pt has compressed or oversized records"),
+        (_flip_value, r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+"),
         (
             lambda actor: (
                 _shard(actor).rename(actor.parent / "s")
@@ -221,41 +199,17 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),
         (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings with 4 and 3 ranks"),
         (_swap, r"rank_1\.pt does not match the other shards: .*part 0, not 1; copy it again"),
-        (
-            _change(_rename),
-            r"rank_1\.pt does not .*: 2 names differ from the first shard, such as "
-            r"model\.norm\.scale",
-        ),
-        (
-            _change(_halve),
-            r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\) torch\.float16, not \(64,\) "
-            r"to",
-        ),
-        (
-            _change(_shorten),
-            r"rank_1\.pt .* its part of model\.norm\.weight is \(21,\), not \(22,\)",
-        ),  # 22, 22, 20
-        (
-            _change(_poison),
-            r"rank_1\.pt is refused: it contains more than tensors, and loading it could run code "
-            r"\(.*o",
-        ),
-        (
-            _edit("fsdp_config.json", world_size=8),
-            r"fsdp_config\.json says 8 ranks, the shard names say 3",
-        ),
-        (
-            _edit("huggingface/config.json", vocab_size=9),
-            r"\S+weight in \S+ has shape \(\d+, 64\), but Qwen3Moe\S+ needs \(9, 64",
-        ),
+        (_change(_rename), r"rank_1\.pt does not .*: 2 names differ from the first shard, such as"),
+        (_change(_halve), r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\)"),
+        (_change(_shorten), r"rank_1\.pt .* its part of model\.norm\.weight is"),  # 22, 22, 20
+        (_change(_poison), r"rank_1\.pt is refused: it contains more than tensors, and loading it"),
+        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json says 8 ranks, the shard"),
+        (_edit("huggingface/config.json", vocab_size=9), r"\S+weight in \S+ has shape \(\d+, 64\)"),
         (
             _edit("huggingface/config.json", num_hidden_layers=1),
             r"missing 0, unexpected 24 \(model\.layers\.1\.",
         ),  # 4 norms, 4 projections, the router, and 3 matrices of each of 5 experts
-        (
-            _edit("huggingface/config.json", architectures=["Foo"]),
-            r"names the architecture 'Foo', which transformers",
-        ),
+        (_edit("huggingface/config.json", architectures=["Foo"]), "names the architecture 'Foo'"),
         *(
             (
                 _edit("huggingface/config.json", architectures=names),
@@ -267,18 +221,12 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             _edit("huggingface/config.json", architectures=["GPT2LMHeadModel"]),
             r"does not describe a GPT2LMHeadModel",
         ),
-        (
-            _edit("huggingface/config.json", hidden_size="x"),
-            r"config\.json in \S+ cannot be read by transformers",
-        ),
+        (_edit("huggingface/config.json", hidden_size="x"), r"config\.json in \S+ cannot be read"),
         (
             lambda actor: (actor / "huggingface" / "config.json").write_text("{"),
             r"config\.json in \S+ cannot be read",
         ),
-        (
-            lambda actor: shutil.rmtree(actor / "huggingface"),
-            r"lacks huggingface/config\.json, which rank 0 writes",
-        ),
+        (lambda actor: shutil.rmtree(actor / "huggingface"), r"lacks huggingface/config\.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_reported_before_anything_is_written(
@@ -305,10 +253,7 @@ def test_tied_tensors_that_differ_are_refused(
     head = state["lm_head.weight"]
     state["lm_head.weight"] = DTensor(head.to_local() + 1, head._spec, requires_grad=False)
     torch.save(state, shard)
-    with pytest.raises(
-        CheckpointError,
-        match=r"lm_head\.weight and model\.embed_tokens\.weight in \S+ differ, although",
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight"):
         merge_checkpoint([tmp_path / "step"], tmp_path / "merged")
 
 
@@ -322,9 +267,7 @@ def test_shards_of_two_steps_are_refused(
     (tmp_path / "a" / "global_step_3" / "actor" / "model_world_size_3_rank_1.pt").rename(
         other / "model_world_size_3_rank_1.pt"
     )
-    with pytest.raises(
-        CheckpointError, match=r"are from global_step_3 and global_step_4; pass the folders of one"
-    ):
+    with pytest.raises(CheckpointError, match="are from global_step_3 and global_step_4; pass the"):
         merge_checkpoint([tmp_path / "a" / "global_step_3", other], tmp_path / "merged")
 
 

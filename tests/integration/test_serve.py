@@ -1,6 +1,4 @@
-"""A real `vllm serve`: matches the policy, protects its key, reports failures, and leaves nothing
-behind.
-"""
+"""A real `vllm serve` matches the policy, protects its key and reports failures."""
 
 from __future__ import annotations
 

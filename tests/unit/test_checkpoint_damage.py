@@ -1,4 +1,4 @@
-"""Damaged and malicious checkpoints are detected before training, which falls back to an older one."""
+"""Damaged and malicious checkpoints are detected; training falls back to an older one."""
 
 from __future__ import annotations
 
@@ -96,10 +96,7 @@ DAMAGE = [
     (flip(SHARD, 3000), rf"{SHARD} is damaged or from another checkpoint: 1 of its 2 parts differ"),
     (flip(SHARD, 0), rf"{SHARD} is damaged"),
     (_of_another_step(SHARD), rf"{SHARD} is damaged or from another checkpoint: 2 of its 2 parts"),
-    (
-        _of_another_step("trainer_state.json"),
-        r"trainer_state\.json is damaged or from another checkpoint",
-    ),
+    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or from another"),
     (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is for step 10, not step_000015"),
     (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
     (
@@ -113,10 +110,7 @@ DAMAGE = [
     (flip("carried_groups.json", 40), r"carried_groups\.json is damaged"),
     (flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
     (flip(".metadata", 100), r"\.metadata is damaged"),
-    (
-        lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"),
-        r"checkpoint_manifest\.json cannot be read",
-    ),
+    (lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"), r"manifest\.json cannot be"),
     (
         _edit_manifest(lambda files: files.update({"../step_000010/config.yaml": []})),
         r"it names files outside",
@@ -126,10 +120,7 @@ DAMAGE = [
         r"it has a negative size",
     ),
     (_edit_manifest(lambda files: files.clear()), r"\.metadata is not in checkpoint_manifest"),
-    (
-        lambda checkpoint: os.mkfifo(checkpoint / "pipe"),
-        r"pipe is neither a file nor a folder; remove it",
-    ),
+    (lambda checkpoint: os.mkfifo(checkpoint / "pipe"), "pipe is neither a file nor a folder"),
     (_link, r"config\.yaml is a symbolic link, which is not followed"),
 ]
 
@@ -241,9 +232,8 @@ def test_a_malicious_pickle_does_not_run(
     monkeypatch.chdir(tmp_path)
     checkpoint = folder / "step_000015"
     metadata = read_metadata(checkpoint)
-    metadata.state_dict_metadata["model.a"] = (
-        BytesStorageMetadata()
-    )  # torch would unpickle these bytes
+    # torch would unpickle these bytes
+    metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()
     for content, message in (
         (pickle.dumps(Harmful()), r"it references io\.open, which no checkpoint needs"),
         (pickle.dumps(metadata), r"it references torch\.\S+BytesStorageMetadata"),

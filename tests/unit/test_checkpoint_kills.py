@@ -114,16 +114,13 @@ def _keep_final(folder: Path, model_path: Path) -> None:
 def _failures(
     before: Path, model_path: Path, act: Callable[[Path, Path], None], error: BaseException
 ) -> Iterator[tuple[Path, Disk, str]]:
-    """Yield the folder after `act` on a copy of `before`, once for every way in which a change can
-    fail.
-    """
+    """Yield the folder after `act` on a copy, once for every way in which a change can fail."""
     for is_torn in (False, True) if isinstance(error, Killed) else (False,):
         fatal = 0
         while True:
             folder = before.with_name(f"{'torn' if is_torn else 'at'}_{fatal}")
-            shutil.copytree(
-                before, folder, copy_function=os.link
-            )  # files are never changed in place
+            # files are never changed in place
+            shutil.copytree(before, folder, copy_function=os.link)
             message = ""
             with _disk(fatal, is_torn, error) as disk:
                 try:

@@ -124,7 +124,7 @@ def test_a_missing_path_is_reported_before_anything_starts(output: Path) -> None
 def test_a_second_training_in_the_same_output_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with lock_checkpoints(folder):
-        message = rf"{folder} is in use by pid {os.getpid()} on .*; wait until it ends, stop it, or .* --output"
+        message = rf"{folder} is in use by pid {os.getpid()} on .*"
         with pytest.raises(CheckpointError, match=message), lock_checkpoints(folder):
             pytest.fail("two trainings hold the lock")
     assert names_in(folder) == []  # the output's digest must not depend on pids
@@ -138,9 +138,7 @@ def test_a_file_system_without_locks_is_refused(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.raises(
-            CheckpointError, match=r"cannot be locked .* not implemented.* choose another --output"
-        ),
+        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* choose"),
         lock_checkpoints(tmp_path),
     ):
         pytest.fail("nothing is locked")

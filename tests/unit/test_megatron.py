@@ -57,28 +57,16 @@ def test_layers_of_the_first_and_last_stage_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "tensor_model_parallel_size=8",
-            "=8 does not divide the model's 4 key heads; use one of 1, 2, 4",
-        ),
-        (
-            "pipeline_model_parallel_size=6",
-            "x context_parallel_size=1 = 24 does not divide train.num_ranks=128",
-        ),
+        ("tensor_model_parallel_size=8", "=8 does not divide the model's 4 key heads; use one of"),
+        ("pipeline_model_parallel_size=6", "x context_parallel_size=1 = 24 does not divide"),
         (
             "override_transformer_config.account_for_loss_in_pipeline_split=False",
             r"=8 does not divide the model's 94 layers: stages are \[10, 11, "
             r".*num_layers_in_last_pipeline_stage",
         ),
         ("expert_model_parallel_size=24", "=24 does not divide the model's 128 experts"),
-        (
-            "expert_tensor_parallel_size=4",
-            "= 64 does not divide the 16 devices of a pipeline stage",
-        ),
-        (
-            "virtual_pipeline_model_parallel_size=5",
-            "=5 needs several pipeline stages and must divide the layers of",
-        ),
+        ("expert_tensor_parallel_size=4", "= 64 does not divide the 16 devices of a pipeline"),
+        ("virtual_pipeline_model_parallel_size=5", "=5 needs several pipeline stages and must"),
         ("context_parallel_size=3", "= 96 does not divide train.num_ranks=128"),
     ],
 )
@@ -88,9 +76,7 @@ def test_a_split_that_does_not_divide_names_its_key(override: str, message: str)
 
 
 def test_responses_must_divide_over_data_parallel_ranks() -> None:
-    with pytest.raises(
-        ConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 / 32\)"
-    ):
+    with pytest.raises(ConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 /"):
         require_divided(splits(), QWEN3_235B, responses=30)
 
 

@@ -106,9 +106,8 @@ def test_state_of_qwen3_32b_over_64_ranks() -> None:
     )
     assert rank.reference == 0
     with_kl = recipe("dapo_qwen3_32b_math", "train.num_ranks=64", "algorithm.kl.place=loss")
-    assert (
-        rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352
-    )  # bfloat16
+    # bfloat16
+    assert rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352
 
 
 def test_update_memory_of_qwen3_32b() -> None:
@@ -116,19 +115,16 @@ def test_update_memory_of_qwen3_32b() -> None:
     one_row = ("train.num_ranks=64", "train.sequence_parallel=1", "train.micro_batch_tokens=22528")
     rank = rank_memory(recipe("dapo_qwen3_32b_math", *one_row), shape_of(PUBLISHED["Qwen3-32B"]))
     tokens, hidden, queries, keys, width, vocabulary = 22_528, 5_120, 8_192, 1_024, 25_600, 151_936
-    layer = (
-        2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden
-    )  # 487,598,336 parameters
+    # 487,598,336 parameters
+    layer = 2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden
     head = vocabulary * hidden
-    assert (
-        rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer
-    )  # bfloat16: root, current and next layer
+    # bfloat16: root, current and next layer
+    assert rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer
     # head gradient and half of the layer's in bfloat16, the layer's reduced gradient in float32
     assert rank.update_gradients == 2 * (head + layer // 2) + 4 * layer
     norms, head_norms = 2 * 8 * hidden, 6 * (queries + keys)
-    attention = (
-        2 * (3 * queries + 2 * keys) + 4 * 64
-    )  # q, k, v, the output twice; logsumexp of 64 heads
+    # q, k, v, the output twice; logsumexp of 64 heads
+    attention = 2 * (3 * queries + 2 * keys) + 4 * 64
     kept = norms + head_norms + attention + 4 * 2 * width  # 395,520 bytes per token
     inputs = 64 * 2 * hidden  # of 64 checkpointed layers
     assert rank.update_activations == tokens * (inputs + kept + 2 * 2 * width + 2 * 2 * hidden)
@@ -205,19 +201,16 @@ def test_kv_cache_of_an_engine_over_four_dies() -> None:
     engine = engine_memory(config, shape_of(PUBLISHED["Qwen3-32B"]), 64 * GIB)
     assert engine.token_bytes == 65_536
     assert engine.sequence_bytes == 65_536 * 22_528
-    assert (
-        abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights
-    )  # norms are replicated
+    # norms are replicated
+    assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights
     assert engine.cache == int(0.8 * 64 * GIB) - engine.fixed
     assert engine.num_sequences == engine.cache // engine.sequence_bytes == 24
-    assert (
-        engine.probe == 2_048 * 151_936 * 8
-    )  # one step's prompt tokens, two float32 values per logit
+    # one step's prompt tokens, two float32 values per logit
+    assert engine.probe == 2_048 * 151_936 * 8
     assert STEP_TOKENS == vllm_engine.PREFILL_TOKENS
     two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
-    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(
-        2
-    )  # key heads are replicated
+    # key heads are replicated
+    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)
     fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
     assert engine_memory(fp8, shape_of(PUBLISHED["Qwen3-32B"]), None).token_bytes == 32_768
 
@@ -251,9 +244,7 @@ def test_offloaded_state_is_in_host_memory() -> None:
 
 
 def test_colocated_roles_take_turns_on_the_device() -> None:
-    """The table in turns says who holds what; NPUs keep engine weights on the host, CUDA discards
-    them.
-    """
+    """The table says who holds what; NPUs keep engine weights on the host, CUDA discards them."""
     config, shape = recipe("dapo_qwen3_32b_math"), shape_of(PUBLISHED["Qwen3-32B"])
     plan = planned(config, "Qwen3-32B", 61.27)
     cells = {
@@ -293,13 +284,11 @@ def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> Non
             if use.what in ("weights being sent", "weights being received")
         }
 
-    assert sent() == {
-        2 * 151_936 * 4_096 * 2
-    }  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
+    # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
+    assert sent() == {2 * 151_936 * 4_096 * 2}
     assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
-    assert sent("train.weight_bucket_bytes=1099511627776") == {
-        2 * 2 * 8_190_735_360
-    }  # at most the whole model
+    # at most the whole model
+    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}
     machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # ranks and engines share memory
     assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
@@ -324,9 +313,7 @@ def test_devices_are_found_by_common_names() -> None:
 
 
 def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs config\.json of hf:you/own, which is not on this machine; fetch"
-    ):
+    with pytest.raises(ConfigError, match=r"needs config\.json of hf:you/own, which is not on"):
         plan_of(recipe("dapo_qwen3_8b_math", "model.id=you/own"))
     with pytest.raises(ConfigError, match=r"needs config\.json of models/own"):
         plan_of(recipe("dapo_qwen3_32b_math", "model.path=models/own"))

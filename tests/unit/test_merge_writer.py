@@ -77,9 +77,8 @@ def source(tmp_path: Path) -> OnDisk:
         "empty": torch.zeros(0, 4),
         "count": torch.tensor(12),
         "wide": torch.randn(3, 2).double(),
-        "long": torch.randn(
-            7, CHUNK_BYTES // 8 + 1
-        ),  # a block is a little over one and a half chunks
+        # a block is a little over one and a half chunks
+        "long": torch.randn(7, CHUNK_BYTES // 8 + 1),
         "a.experts.gate_up_proj": torch.randn(5, 6, 4),
         "a.experts.down_proj": torch.randn(5, 4, 3),
     }
@@ -157,9 +156,7 @@ def test_files_are_filled_up_to_the_size_limit(
 
 def test_a_dtype_that_safetensors_lacks_is_refused() -> None:
     whole = OutputTensor("z", (2,), torch.complex64, "z", FilePiece("z"))
-    with pytest.raises(
-        CheckpointError, match=r"z is complex64, which safetensors does not support"
-    ):
+    with pytest.raises(CheckpointError, match="z is complex64, which safetensors does not support"):
         OutputFile("f", [whole]).header()
 
 
@@ -206,19 +203,13 @@ def test_a_truncated_or_linked_shard_fails_the_merge(tmp_path: Path, source: OnD
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            r"model\.safetensors cannot be opened: .*",
-        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"model\.safetensors cannot be"),
         (lambda path: path.write_bytes(b""), r"model\.safetensors cannot be opened: .*"),
         (
             lambda path: path.write_bytes(path.read_bytes().replace(b"F64", b"I64")),
             r"model\.safetensors does not contain the tensors written",
         ),
-        (
-            lambda path: save_file({"x": torch.zeros(1)}, path),
-            r"model\.safetensors does not contain the tensors written",
-        ),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), r"model\.safetensors does not"),
     ],
 )
 def test_a_file_that_safetensors_reads_differently_is_detected(
@@ -240,7 +231,5 @@ def test_a_corrupt_write_is_detected_when_read_back(tmp_path: Path, source: OnDi
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors on disk differs from what was written"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors on disk differs from what was"):
         require_on_disk(tmp_path, parts)

@@ -286,10 +286,7 @@ def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (
-            ("mine",),
-            "'mine', which is not DATA_SOURCE=SCORER .* choice, exact, geo3k, gsm8k, math_dapo",
-        ),
+        (("mine",), "'mine', which is not DATA_SOURCE=SCORER .* choice, exact, geo3k, gsm8k"),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
         (("mine=math_verify",), r"use exact instead of math_verify; docs/data\.md"),
@@ -302,10 +299,7 @@ def test_a_bad_entry_of_reward_scorers_is_named(entries: tuple[str, ...], messag
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*reward\.scorers",
-    ):
+    with pytest.raises(DataError, match="data_source 'gsm9k' has no scorer; known are"):
         require_scorers({"arithmetic", "gsm9k"}, RewardConfig(), CustomRewardConfig())
     with pytest.raises(DataError, match=r"'math_boxed' has no scorer; use exact instead"):
         require_scorers({"math_boxed"}, RewardConfig(), CustomRewardConfig())

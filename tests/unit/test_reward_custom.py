@@ -130,9 +130,7 @@ def test_a_missing_function_or_file_is_named(tmp_path: Path, source: str, messag
     with pytest.raises(ConfigError, match=message):
         required(tmp_path / "mine.py", source)
     missing = CustomRewardConfig(path=str(tmp_path / "missing.py"))
-    with pytest.raises(
-        ConfigError, match=r"custom_reward\.path=.*missing\.py cannot be read: No such file"
-    ):
+    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*missing\.py cannot be read: No"):
         require_scorers((), RewardConfig(), missing)
 
 
@@ -160,9 +158,7 @@ def test_a_function_with_wrong_parameters_is_refused_up_front(
         required(path, source)
         load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))  # Python agrees
         return
-    with pytest.raises(
-        ConfigError, match=r"compute_score\(.* cannot be called as compute_score\(data_source="
-    ):
+    with pytest.raises(ConfigError, match=r"compute_score\(.* cannot be called as"):
         required(path, source)
     with pytest.raises(TypeError):
         load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))

@@ -60,9 +60,8 @@ def test_random_byte_level_tokens(ids: list[int], num_characters: int) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 267), max_size=120), num_characters=st.integers(1, 40))
-@example(
-    ids=[2] * 40 + [12 + byte for byte in "和".encode() * 40], num_characters=20
-)  # one valid run of bytes
+# one valid run of bytes
+@example(ids=[2] * 40 + [12 + byte for byte in "和".encode() * 40], num_characters=20)
 @example(
     ids=[12 + 0xE5, *[12 + byte for byte in "和".encode() * 20], 1, *[4] * 30], num_characters=30
 )

@@ -1,6 +1,4 @@
-"""Serving without starting vLLM: command lines, devices, refused settings, and reasons in a
-server's output.
-"""
+"""Serving without vLLM: command lines, devices, refused settings, reasons of a server's end."""
 
 from __future__ import annotations
 
@@ -41,18 +39,9 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"memory_gigabytes": 2, "memory_utilization": 0.5},
-            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
-        ),
-        (
-            {"extra_args": ("--tensor_parallel_size=2",)},
-            r"tensor_parallel_size=2 cannot .*; use serve\.tensor",
-        ),
-        (
-            {"extra_args": ("-tp", "2")},
-            r"serve\.extra_args: -tp cannot be given here; use serve\.tensor_par",
-        ),
+        ({"memory_gigabytes": 2, "memory_utilization": 0.5}, r"serve\.memory_utilization=0\.5"),
+        ({"extra_args": ("--tensor_parallel_size=2",)}, "tensor_parallel_size=2 cannot .*; use"),
+        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp cannot be given here; use"),
         ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
         ({"host": ""}, r"at least 1 character"),
     ],
@@ -82,11 +71,9 @@ def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
     )
     assert shlex.join(serve_command("m x", settings, 8000)) == (
         f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name "
-        "policy --host ::1 "
-        "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config "
-        "vllm "
-        "--tensor-parallel-size 4 --data-parallel-size 2 --gpu-memory-utilization 0.5 "
-        "--enforce-eager --seed 3"
+        "policy --host ::1 --port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 "
+        "--generation-config vllm --tensor-parallel-size 4 --data-parallel-size 2 "
+        "--gpu-memory-utilization 0.5 --enforce-eager --seed 3"
     )
     words = serve_command("m", ServeConfig(), 1)
     assert not {"--tensor-parallel-size", "--data-parallel-size", "--enforce-eager"} & set(words)
@@ -240,9 +227,7 @@ def test_the_longest_sequence_includes_rope_scaling(
 def test_lengths_beyond_the_positions_are_refused(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
     require_servable(model_path, ServeConfig(max_model_len=512), {})
-    with pytest.raises(
-        ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"
-    ):
+    with pytest.raises(ModelError, match=r"serve\.max_model_len=513 is above the 512 positions"):
         require_servable(model_path, ServeConfig(max_model_len=513), {})
     require_servable(
         model_path, ServeConfig(max_model_len=513), {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
@@ -251,9 +236,7 @@ def test_lengths_beyond_the_positions_are_refused(tmp_path: Path) -> None:
     require_servable(model_path, ServeConfig(max_model_len=513, extra_args=overrides), {})
     data = PromptsConfig(max_prompt_tokens=112)
     require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
-    with pytest.raises(
-        ModelError, match=r"_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"
-    ):
+    with pytest.raises(ModelError, match=r"_response_tokens = 112 \+ 401 is above the 512"):
         require_positions(model_path, data, RolloutConfig(max_response_tokens=401))
 
 
@@ -264,11 +247,7 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
     ("file", "content", "message"),
     [
         ("model.safetensors", None, r"lacks weights \(\*\.safetensors\)"),
-        (
-            "model.safetensors",
-            "cut",
-            r"model\.safetensors is not a complete safetensors file \(.*\d+ bytes\)",
-        ),
+        ("model.safetensors", "cut", r"model\.safetensors is not a complete safetensors file"),
         (
             "model.safetensors",
             "version https://git-lfs.github.com/spec/v1\n",
@@ -320,8 +299,7 @@ NO_MEMORY = [
     "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063] ValueError: Available "
     "memory on node 0",
     "(EngineCore pid=612) ERROR 11-21 19:07:10 [core.py:1510] RuntimeError: Worker failed with "
-    "error 'Available "
-    "memory on node 0', please check the stack trace above for the root cause",
+    "error 'Available memory on node 0', please check the stack trace above for the root cause",
     "(EngineCore pid=612) Process EngineCore:",
     "    raise RuntimeError(",
     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): "
@@ -356,8 +334,7 @@ def test_a_killed_vllm_process_is_named() -> None:
     lines = [
         "(EngineCore pid=71) INFO 11-22 13:00:00 [cpu.py:1] loading",
         "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc "
-        "VllmWorker-0 died "
-        "unexpectedly (exit code: -4), shutting down executor.",
+        "VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor.",
         "(EngineCore pid=71) ERROR 11-22 13:00:02 [core.py:1113] ValueError: cancelled",
         "(APIServer pid=70) RuntimeError: Engine core initialization failed. See root cause above.",
     ]
@@ -365,9 +342,8 @@ def test_a_killed_vllm_process_is_named() -> None:
     assert said is not None
     assert said.startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)")
     assert "set serve.dtype=float32" in said
-    assert (
-        death_of_process([line.replace("-4", "1") for line in lines]) is None
-    )  # it raised, and said what
+    # it raised, and said what
+    assert death_of_process([line.replace("-4", "1") for line in lines]) is None
     assert (
         death_of_process(["RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"])
         is not None
