@@ -6,14 +6,11 @@ import re
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
-from interop.shell.scope import Scope, ShellError, marks_of
+from interop.shell.scope import Scope, marks_of
 from interop.shell.words import number, pieces, regex_of, scalar
 
 NESTED = ("unary_expression", "binary_expression", "parenthesized_expression")
 NUMERIC = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
-OF_MACHINE = ("=~", "-ef", "-nt", "-ot")  # depend on files, or are regular expressions
-COMPARING = ("=", "==", "!=", "<", ">", *NUMERIC, *OF_MACHINE)
-UNARY = re.compile(r"-[a-zA-Z]")
 
 
 class Verdict(NamedTuple):
@@ -39,89 +36,64 @@ def leaves(node: Any, source: bytes) -> list[str]:
 
 def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:
     """Evaluate the tokens between `[` and `]`, or between `[[` and `]]`."""
-    reader = _Tests(list(tokens), scope, is_double)
-    verdict = reader.any_of()
-    if reader.tokens:
-        raise ShellError(f"{scope.origin}: cannot parse the test {' '.join(tokens)!r}")
+    if "(" in tokens:
+        return _asked(" ".join(tokens), scope)
+    verdict = Verdict(False)
+    for alternative in _split(tokens, ("||", "-o")):
+        every = Verdict(True)
+        for test in _split(alternative, ("&&", "-a")):
+            every = combined(every, _judge_one(test, scope, is_double), deciding=False)
+        verdict = combined(verdict, every, deciding=True)
     return verdict
 
 
-class _Tests:
-    """Parses the tokens of a test by precedence: or, and, not, comparison."""
+def _split(tokens: list[str], separators: tuple[str, ...]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    for token in tokens:
+        if token in separators:
+            groups.append([])
+        else:
+            groups[-1].append(token)
+    return groups
 
-    def __init__(self, tokens: list[str], scope: Scope, is_double: bool) -> None:
-        self.tokens, self.scope, self.is_double = tokens, scope, is_double
 
-    def peek(self, ahead: int = 0) -> str:
-        return self.tokens[ahead] if len(self.tokens) > ahead else ""
+def _judge_one(test: list[str], scope: Scope, is_double: bool) -> Verdict:
+    match test:
+        case ["!", *rest] if rest:
+            return _judge_one(rest, scope, is_double).negated()
+        case [source] | ["-n", source]:
+            return _filled(source, scope)
+        case ["-z", source]:
+            return _filled(source, scope).negated()
+        case [left, sign, right] if sign in NUMERIC:
+            a, b = (number(scope, scalar(source, scope)) for source in (left, right))
+            marks = marks_of(a + b)
+            return Verdict(None, marks) if marks else Verdict(NUMERIC[sign](int(a), int(b)))
+        case [left, "=" | "==" | "!=" as sign, right]:
+            return _equal(left, right, scope, is_double, is_wanted=sign != "!=")
+        case _:  # a file's state, a regular expression
+            return _asked(" ".join(test), scope)
 
-    def take(self) -> str:
-        return self.tokens.pop(0)
 
-    def any_of(self) -> Verdict:
-        verdict = self.all_of()
-        while self.peek() in ("||", "-o"):
-            self.take()
-            verdict = combined(verdict, self.all_of(), deciding=True)
-        return verdict
+def _asked(test: str, scope: Scope) -> Verdict:
+    """Return the verdict on something only the script's machine knows."""
+    return verdict_of(scope.mark(f"[ {test} ]", "a test on the machine, true or false"))
 
-    def all_of(self) -> Verdict:
-        verdict = self.one()
-        while self.peek() in ("&&", "-a"):
-            self.take()
-            verdict = combined(verdict, self.one(), deciding=False)
-        return verdict
 
-    def one(self) -> Verdict:
-        if self.peek() == "!" and len(self.tokens) > 1:
-            self.take()
-            return self.one().negated()
-        if self.peek() == "(":
-            self.take()
-            verdict = self.any_of()
-            self.take()
-            return verdict
-        if not self.tokens:
-            return Verdict(False)
-        if self.peek(1) in COMPARING:
-            return self.compared(self.take(), self.take(), self.take() if self.tokens else "''")
-        if UNARY.fullmatch(self.peek()) and self.peek(1) not in ("", "&&", "||", "-a", "-o", ")"):
-            return self.unary(self.take(), self.take())
-        return self.filled(self.take(), True)
+def _filled(source: str, scope: Scope) -> Verdict:
+    text = scalar(source, scope)
+    marks = marks_of(text)
+    return Verdict(None, marks) if marks == text != "" else Verdict(bool(text))
 
-    def filled(self, source: str, is_wanted: bool) -> Verdict:
-        text = scalar(source, self.scope)
-        marks = marks_of(text)
-        return Verdict(None, marks) if marks == text != "" else Verdict(bool(text) == is_wanted)
 
-    def unary(self, operator: str, source: str) -> Verdict:
-        if operator in ("-n", "-z"):
-            return self.filled(source, operator == "-n")
-        if operator == "-v" and self.scope.look_up(source) is not None:
-            return Verdict(True)
-        return self.asked(f"{operator} {source}")
-
-    def asked(self, test: str) -> Verdict:
-        """Return the verdict on something only the script's machine knows, such as whether a file
-        exists.
-        """
-        return verdict_of(self.scope.mark(f"[ {test} ]", "a test on the machine, true or false"))
-
-    def compared(self, left: str, operator: str, right: str) -> Verdict:
-        if operator in OF_MACHINE:
-            return self.asked(f"{left} {operator} {right}")
-        pattern = [piece for piece in pieces(right, self.scope) if piece.kind != "break"]
-        a, b = scalar(left, self.scope), "".join(piece.text for piece in pattern)
-        if operator in NUMERIC:
-            a, b = (number(self.scope, text) for text in (a, b))
-        if marks := marks_of(a + b):
-            return Verdict(None, marks)
-        if operator in NUMERIC:
-            return Verdict(NUMERIC[operator](int(a), int(b)))
-        if operator in "<>":
-            return Verdict(a < b if operator == "<" else a > b)
-        is_equal = bool(re.fullmatch(regex_of(pattern), a)) if self.is_double else a == b
-        return Verdict(is_equal == (operator != "!="))
+def _equal(left: str, right: str, scope: Scope, is_double: bool, is_wanted: bool) -> Verdict:
+    """Compare two texts; between `[[` and `]]`, the right one is a pattern."""
+    pattern = [piece for piece in pieces(right, scope) if piece.kind != "break"]
+    a, b = scalar(left, scope), "".join(piece.text for piece in pattern)
+    if marks := marks_of(a + b):
+        return Verdict(None, marks)
+    is_equal = bool(re.fullmatch(regex_of(pattern), a)) if is_double else a == b
+    return Verdict(is_equal == is_wanted)
 
 
 def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:

@@ -39,13 +39,12 @@ class Unknown(NamedTuple):
 
 @dataclass
 class Scope:
-    """The variables of a script at one line. Arrays are {index: Word}."""
+    """The variables of a script at one line; an array is a list."""
 
     name: str
     given: dict[str, str]  # from --set-env
-    variables: dict[str, Word | dict[str, Word]] = field(default_factory=dict)
+    variables: dict[str, Word | list[Word]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
-    associative: set[str] = field(default_factory=set)
     positional: list[Word] = field(default_factory=list)
     unknowns: list[Unknown] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -58,7 +57,6 @@ class Scope:
             self,
             variables=dict(self.variables),
             exported=set(self.exported),
-            associative=set(self.associative),
             positional=list(self.positional),
         )
 
@@ -81,7 +79,7 @@ class Scope:
         """Return the mark of a command substitution, whose output is never known."""
         return self.mark(" ".join(text.split()), OUTPUT)
 
-    def look_up(self, name: str) -> Word | dict[str, Word] | None:
+    def look_up(self, name: str) -> Word | list[Word] | None:
         """Return a variable's value; None if it is not set."""
         if name.isdigit():
             number = int(name)
@@ -89,11 +87,11 @@ class Scope:
                 return Word(self.name, self.origin)
             return self.positional[number - 1] if number <= len(self.positional) else None
         if name in EVERY_ITEM:
-            return {str(number): word for number, word in enumerate(self.positional)}
+            return self.positional
         if name == "#":
             return Word(str(len(self.positional)), self.origin)
         if name in ("BASH_SOURCE", "FUNCNAME"):
-            return {"0": Word(self.name, self.origin)}
+            return [Word(self.name, self.origin)]
         if name in self.variables:
             return self.variables[name]
         if name in self.given:
@@ -104,33 +102,26 @@ class Scope:
             return Word(KEPT[name], self.origin)
         return None
 
-    def text_of(self, name: str, index: str | None = None) -> str | None:
+    def text_of(self, name: str, index: str = "0") -> str | None:
         """Return the text of a variable or of one array item; None if it is not set."""
         value = self.look_up(name)
-        if isinstance(value, dict):
-            item = value.get(index or "0")
-            return None if item is None else item.text
-        return None if value is None or index not in (None, "0") else value.text
+        if isinstance(value, Word) and MARK.search(value.text):
+            return value.text
+        items = [value] if isinstance(value, Word) else value or []
+        try:
+            return items[int(index)].text
+        except (IndexError, ValueError):
+            return None
 
     def need(self, name: str) -> str:
         """Return the text of a variable; a mark if it is not set."""
         text = self.text_of(name)
         return self.mark(name, UNSET) if text is None else text
 
-    def items_of(self, name: str) -> dict[str, Word]:
-        """Return the items of an array; a text is its first item."""
-        value = self.variables.get(name)
-        if isinstance(value, dict):
-            return dict(value)
-        return {} if value is None else {"0": value}
-
-    def assign(self, name: str, text: str, index: str | None = None) -> None:
-        """Set a variable or one array item."""
-        word = Word(text, self.origin)
-        if index is None and not isinstance(self.variables.get(name), dict):
-            self.variables[name] = word
-            return
-        self.variables[name] = {**self.items_of(name), index or "0": word}
+    def assign(self, name: str, text: str) -> None:
+        """Set a variable; the first item, if it is an array."""
+        word, value = Word(text, self.origin), self.variables.get(name)
+        self.variables[name] = [word, *value[1:]] if isinstance(value, list) else word
 
 
 def joined_marks(numbers: list[str]) -> str:

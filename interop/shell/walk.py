@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -13,7 +12,7 @@ from typing import Any
 
 from interop.shell.conditions import Verdict, judge, leaves, verdict_of
 from interop.shell.scope import MARK, OUTPUT, Scope, ShellError, Unknown, Word, marks_of, shown
-from interop.shell.words import fields, index_of, number, pieces, regex_of, scalar
+from interop.shell.words import NOT_READ, fields, number, pieces, regex_of, scalar
 
 SUCCESS = "a command's success"
 MAX_DEPTH, MAX_ITERATIONS = 20, 1000
@@ -187,19 +186,18 @@ class Walk:
 
     def on_variable_assignment(self, node: Any) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        name, index = self.of(target), None
-        if target.type == "subscript":
-            name = self.of(target.child_by_field_name("name"))
-            index = index_of(self.scope, name, self.of(target.child_by_field_name("index")))
+        name, scope = self.of(target).partition("[")[0], self.scope
         is_added = any(child.type == "+=" for child in node.children)
-        if value is not None and value.type == "array":
-            self.assign_array(name, value, is_added)
-            return
-        text = "" if value is None else self.source[value.start_byte : node.end_byte].decode()
-        text = scalar(text, self.scope)
-        if is_added:
-            text = (self.scope.text_of(name, index) or "") + text
-        self.scope.assign(name, self.named(name, text), index)
+        if target.type == "subscript":
+            scope.variables[name] = Word(scope.mark(self.of(node), NOT_READ), scope.origin)
+        elif value is not None and value.type == "array":
+            before = scope.variables.get(name, []) if is_added else []
+            items = [before] if isinstance(before, Word) else before
+            scope.variables[name] = [*items, *self.items(value)]
+        else:
+            text = "" if value is None else self.source[value.start_byte : node.end_byte].decode()
+            start = (scope.text_of(name) or "") if is_added else ""
+            scope.assign(name, self.named(name, start + scalar(text, scope)))
 
     def named(self, name: str, text: str) -> str:
         """Return a text; if it depends on a command's output, a mark named after the variable."""
@@ -207,20 +205,14 @@ class Walk:
         outputs = [unknown for unknown in found if unknown.why == OUTPUT]
         return self.scope.mark(name, f"from {outputs[0].name}") if outputs else text
 
-    def assign_array(self, name: str, value: Any, is_added: bool) -> None:
-        items = self.scope.items_of(name) if is_added else {}
-        following = max((int(key) for key in items if key.isdigit()), default=-1) + 1
-        for child, source in self.sources(value.named_children):
+    def items(self, array: Any) -> Iterator[Word]:
+        """Yield the words between the brackets of an array; `[key]=word` is not read."""
+        for child, source in self.sources(array.named_children):
             self.at(child)
-            if keyed := re.match(r"\[([^]]+)\]=", source):
-                key = index_of(self.scope, name, keyed[1])
-                items[key] = Word(scalar(source[keyed.end() :], self.scope), self.scope.origin)
-                following = int(key) + 1 if key.isdigit() else following
-                continue
-            for word in fields(source, self.scope):
-                items[str(following)] = word
-                following += 1
-        self.scope.variables[name] = items
+            if source.startswith("["):
+                yield Word(self.scope.mark(source, NOT_READ), self.scope.origin)
+            else:
+                yield from fields(source, self.scope)
 
     def on_variable_assignments(self, node: Any) -> None:
         self.block(node.named_children)
@@ -234,8 +226,6 @@ class Walk:
                     self.script.notes.append(f"{self.at(child)}: {note}")
                 continue
             name = re.split(r"[+=\[]", self.of(child), maxsplit=1)[0]
-            if "A" in flags:
-                self.scope.associative.add(name)
             if child.type == "variable_assignment":
                 self.on_variable_assignment(child)
             if self.of(node.children[0]) == "export" or "x" in flags:
@@ -285,9 +275,6 @@ class Walk:
                 self.call(name, words[1:])
             case "exit" | "return" | "break" | "continue":
                 raise Leave(name)
-            case "exec" if rest:
-                self.run(words[1:], own)
-                raise Leave("exit")
             case "shift":
                 count = int(rest[0]) if rest and rest[0].isdigit() else 1
                 self.scope.positional = self.scope.positional[count:]
@@ -300,17 +287,10 @@ class Walk:
                 self.text(" ".join(rest))
             case "true" | ":" | "false" | "exec" | "set":
                 self.status = Verdict(name != "false")
-            case "test" | "[":
-                self.status = self.tested(rest)
             case _ if PurePosixPath(name).name in SHELLS and rest:
                 self.start(words, own)
             case _:
                 self.keep(words, own)
-
-    def tested(self, texts: list[str]) -> Verdict:
-        """Return the verdict of `[`, whose words are expanded already."""
-        tokens = [shlex.quote(text) if " " in text or not text else text for text in texts]
-        return judge([token for token in tokens if token != "]"], self.scope, is_double=False)
 
     def keep(self, words: list[Word], own: dict[str, str]) -> None:
         """Record a command with its environment."""
@@ -558,20 +538,15 @@ class Walk:
                 self.document(node, body, child)
 
     def document(self, node: Any, body: Any, heredoc: Any) -> None:
-        """Record a here-document under the path it is written to; walk it if a shell reads it."""
+        """Record a here-document under the path it is written to."""
         parts = {child.type: child for child in heredoc.children}
         if "heredoc_body" not in parts:
             return
         text = self.of(parts["heredoc_body"])
-        if heredoc.children[0].type == "<<-":
-            text = re.sub(r"(?m)^\t+", "", text)
         if not re.search(r"[\\'\"]", self.of(parts["heredoc_start"])):
             found = pieces(text, self.scope, quoted=True, is_document=True)
             text = "".join(piece.text for piece in found)
         command = self.of(body).split() if body is not None else []
-        if len(command) == 1 and command[0] in SHELLS:
-            self.text(text)
-            return
         written = [*heredoc.children, *node.children]
         paths = [self.of(each.children[-1]) for each in written if each.type == "file_redirect"]
         paths = command[-1:] if command[:1] == ["tee"] else paths
@@ -590,11 +565,11 @@ def merged(a: Scope, b: Scope, marks: str) -> Scope:
         one, other = a.variables.get(name), b.variables.get(name)
         if _texts(one) != _texts(other):
             word = Word(marks, a.origin)
-            scope.variables[name] = {"0": word} if isinstance(one or other, dict) else word
+            scope.variables[name] = [word] if isinstance(one or other, list) else word
     return scope
 
 
-def _texts(value: Word | dict[str, Word] | None) -> Any:
-    if isinstance(value, dict):
-        return {key: word.text for key, word in value.items()}
+def _texts(value: Word | list[Word] | None) -> Any:
+    if isinstance(value, list):
+        return [word.text for word in value]
     return None if value is None else value.text

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interop.shell.arithmetic import ArithmeticFailure, evaluate
+from interop.shell.arithmetic import evaluate
 from interop.shell.scope import (
     EVERY_ITEM,
     MARK,
@@ -24,10 +24,15 @@ NOT_READ = "bash that is not read here"
 NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 BLANKS = re.compile(r"[ \t\n]+|[^ \t\n]+")
 PLAIN = re.compile(r"[^\\'\"$`]+")
-BRACE_LIST = re.compile(r"\{(?:([^{}\s]*,[^{}\s]*)|(-?\d+)\.\.(-?\d+))\}")
+BRACE_LIST = re.compile(r"\{([^{}\s]*(?:,|\.\.)[^{}\s]*)\}")
+ASSIGNMENT = re.compile(
+    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:(?P<sign>[-+*/%]?)=(?P<value>[^=].*)|(?P<step>\+\+|--)\s*)",
+    re.DOTALL,
+)
+CHANGE = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--|[<>]{2}=")
 BRACED = re.compile(
     r"(?P<length>#(?=[\w@*]))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^]]*\])?"
-    r"(?P<operator>:[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:)?(?P<operand>.*)",
+    r"(?P<operator>:[-=?+]|[-=?+]|##?|%%?|//?|:)?(?P<operand>.*)",
     re.DOTALL,
 )
 
@@ -145,7 +150,7 @@ def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
     if words is None:
         words = [Word(scope.mark(name, UNSET), scope.origin)]
     if operator == ":":
-        words = _slice(words, operand, scope, name if is_every else None)
+        words = _slice(words, source, operand, scope, is_every)
     elif operator:
         words = [
             word._replace(text=_changed(word.text, operator, operand, scope)) for word in words
@@ -159,10 +164,11 @@ def _words_of(scope: Scope, name: str, index: str | None) -> list[Word] | None:
     if name in EVERY_ITEM or index in EVERY_ITEM:
         if value is None:
             return None
-        return list(value.values()) if isinstance(value, dict) else [value]
-    text = scope.text_of(name, None if index is None else index_of(scope, name, index))
+        return list(value) if isinstance(value, list) else [value]
+    at = "0" if index is None else number(scope, index)
+    text = marks_of(at) or scope.text_of(name, at)
     if text is None:
-        return [Word("", scope.origin)] if isinstance(value, dict) else None
+        return [Word("", scope.origin)] if isinstance(value, list) else None
     return [Word(text, scope.origin)]
 
 
@@ -200,30 +206,21 @@ def _defaulted(
         yield from _emitted(words or [], quoted, len(words or ()) > 1 or name in EVERY_ITEM, False)
 
 
-def _slice(words: list[Word], operand: str, scope: Scope, array: str | None) -> list[Word]:
-    """Expand `${X:from:count}` for a text or an array."""
-    numbers = [number(scope, part) for part in operand.split(":")]
-    if marks := marks_of("".join(numbers) + ("" if array or not words else words[0].text)):
+def _slice(
+    words: list[Word], source: str, operand: str, scope: Scope, is_array: bool
+) -> list[Word]:
+    """Expand `${X[@]:from:count}` of an array or of the positional parameters."""
+    bounds = [number(scope, part) for part in operand.split(":")]
+    if not is_array or not all(bound.isdigit() for bound in bounds):
+        marks = marks_of("".join(bounds)) or scope.mark(f"${{{source}}}", NOT_READ)
         return [Word(marks, scope.origin)]
-    start, count = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else None
-    if array is not None:
-        items = [Word(scope.name, scope.origin), *words] if array in EVERY_ITEM else words
-        start = max(start + len(items), 0) if start < 0 else start
-        return items[start:] if count is None else items[start : start + count]
-    text = words[0].text if words else ""
-    if -start > len(text):
-        return [Word("", scope.origin)]
-    start = start + len(text) if start < 0 else start
-    end = len(text) if count is None else count + len(text) if count < 0 else start + count
-    return [Word(text[start:end], scope.origin)]
+    start, count = int(bounds[0]), int(bounds[1]) if len(bounds) > 1 else None
+    items = [Word(scope.name, scope.origin), *words] if source[0] in EVERY_ITEM else words
+    return items[start:] if count is None else items[start : start + count]
 
 
 def _changed(text: str, operator: str, operand: str, scope: Scope) -> str:
-    """Apply a prefix or suffix removal, a replacement, or a case change to a text."""
-    if operator[0] in "^,":
-        change = str.upper if operator[0] == "^" else str.lower
-        known = text if len(operator) == 2 else text[:1]
-        return marks_of(text) or change(known) + text[len(known) :]
+    """Apply a prefix or suffix removal, or a replacement, to a text."""
     pattern, _, replacement = operand.partition("/") if operator[0] == "/" else (operand, "", "")
     if operator[0] == "/" and (re.search(r"['\"\\{]", operand) or pattern[:1] in ("", "#", "%")):
         return scope.mark(f"${{...{operator}{operand}}}", NOT_READ)
@@ -253,19 +250,14 @@ def regex_of(found: list[Piece]) -> str:
 def fields(source: str, scope: Scope) -> list[Word]:
     """Return the words that bash expands one word's source to."""
     match = BRACE_LIST.search(source)
-    if match is not None and not re.search(r"['\"\\]|\$[({]", source):
+    if match is not None and "," in match[1] and not re.search(r"['\"\\]|\$[({]", source):
         before, after = source[: match.start()], source[match.end() :]
-        items = match[1].split(",") if match[1] else map(str, _numbers(match[2], match[3]))
-        return [word for item in items for word in fields(f"{before}{item}{after}", scope)]
+        expanded = (fields(f"{before}{item}{after}", scope) for item in match[1].split(","))
+        return [word for words in expanded for word in words]
     found = pieces(source, scope)
     if BRACE_LIST.search("".join(each.text if each.kind == "literal" else "x" for each in found)):
         return [Word(scope.mark(source, NOT_READ), scope.origin)]
     return list(_split(found, scope.origin))
-
-
-def _numbers(first: str, last: str) -> range:
-    step = 1 if int(first) <= int(last) else -1
-    return range(int(first), int(last) + step, step)
 
 
 def _split(found: list[Piece], origin: str) -> Iterator[Word]:
@@ -288,33 +280,35 @@ def scalar(source: str, scope: Scope) -> str:
     return "".join(" " if piece.kind == "break" else piece.text for piece in pieces(source, scope))
 
 
-def index_of(scope: Scope, name: str, text: str) -> str:
-    """Return the key of an array item: a text for `declare -A`, else the value of an expression."""
-    plain = scalar(text, scope)
-    if name in scope.associative or MARK.search(plain):
-        return plain
-    value = number(scope, plain)
-    if value.startswith("-") and isinstance(items := scope.look_up(name), dict) and items:
-        return str(max(map(int, items)) + 1 + int(value))
-    return value
-
-
 def number(scope: Scope, text: str) -> str:
-    """Return the value of an arithmetic expression; its marks if it depends on unknown values."""
+    """Return the value of an arithmetic expression, which may assign a variable.
+
+    Returns marks if it depends on unknown values, or is not read here.
+    """
     plain = "".join(piece.text for piece in pieces(text, scope, quoted=True))
-    if marks := MARK.findall(plain):
-        return joined_marks(marks)
-    found: list[str] = []
+    change = ASSIGNMENT.fullmatch(plain)
+    if change is None or CHANGE.search(change["value"] or ""):
+        value = _evaluated(plain, scope)
+        for name in NAME.findall(plain) if CHANGE.search(plain) else ():
+            scope.assign(name, value)
+        return value
+    name, step = change["name"], change["step"] or ""
+    sign, right = change["sign"] or step[:1], change["value"] or "1"
+    before = scope.need(name) if step else ""
+    value = _evaluated(f"{name} {sign} ({right})" if sign else right, scope)
+    scope.assign(name, value)
+    return before or value
+
+
+def _evaluated(expression: str, scope: Scope) -> str:
+    unknown = MARK.findall(expression)
 
     def read(name: str) -> str:
-        value = scope.need(name)
-        found.extend(MARK.findall(value))
-        return "1" if MARK.search(value) else value
+        text = scope.need(name)
+        unknown.extend(MARK.findall(text))
+        return "1" if MARK.search(text) else text
 
-    try:
-        value = evaluate(plain, read, scope.assign)
-    except ArithmeticFailure as failure:
-        if found:
-            return joined_marks(found)
-        raise ShellError(f"{scope.origin}: {failure}") from None
-    return joined_marks(found) if found else str(value)
+    value = None if unknown else evaluate(expression, read)
+    if unknown:
+        return joined_marks(unknown)
+    return scope.mark(f"$(({expression}))", NOT_READ) if value is None else str(value)

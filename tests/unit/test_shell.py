@@ -33,21 +33,14 @@ SIMPLE = st.one_of(
     st.tuples(NAME, st.sampled_from(("/", "//", "/#", "/%")), GLOB).map(
         lambda t: f'${{{t[0]}{t[1]}{t[2]}/-"z z"}}'
     ),
-    st.tuples(NAME, st.integers(-4, 4), st.integers(0, 3)).map(
-        lambda t: f"${{{t[0]}: {t[1]}:{t[2]}}}"
-    ),
-    st.tuples(NAME, st.sampled_from(("^^", ",,", "^", ","))).map(lambda t: f"${{{t[0]}{t[1]}}}"),
 )
-NUMBER = st.sampled_from(("7", "010", "0x1f", "N", "$N", "${N}", "M", "-2", "1"))
-OPERATOR = st.sampled_from(("+", "-", "*", "<<", ">", "==", "&", "|", "^", "&&", "||", "<=", "!="))
+NUMBER = st.sampled_from(("7", "0x1f", "N", "$N", "${N}", "M", "-2", "1"))
+OPERATOR = st.sampled_from(("+", "-", "*", ">", "==", "&&", "||", "<=", "!="))
 ARITHMETIC = st.recursive(
     NUMBER,
     lambda inner: st.one_of(
         st.tuples(inner, OPERATOR, inner).map(lambda t: f"{t[0]} {t[1]} {t[2]}"),
         st.tuples(inner, st.sampled_from(("/", "%"))).map(lambda t: f"({t[0]}) {t[1]} 3"),
-        st.tuples(inner, inner, inner).map(lambda t: f"({t[0]} ? {t[1]} : {t[2]})"),
-        inner.map(lambda text: f"(!({text}) + ~N)"),
-        inner.map(lambda text: f"({text}) ** 2"),
     ),
     max_leaves=5,
 )
@@ -70,7 +63,7 @@ PIECE = st.one_of(
     ARITHMETIC.map(lambda text: f"$(({text}))"),
     ARRAY,
     st.sampled_from(("bare", "k=v", '""', "\\\n", '"q\\"q"')),
-    st.sampled_from(("'single $A'", "$'t\\tn\\x41'", "a\\ b", "{1..3}", "{x,y z}", "'['")),
+    st.sampled_from(("'single $A'", "a\\ b", "{x,y z}", "'['")),
 )
 WORD = st.lists(PIECE, min_size=1, max_size=3).map("".join)
 TEST = st.one_of(
@@ -82,7 +75,7 @@ TEST = st.one_of(
         lambda t: f"[ $N {t[0]} $(({t[1]})) ]"
     ),
     NAME.map(lambda name: f'[ -n "${{{name}-}}" -a ! -z "$A" ]'),
-    NAME.map(lambda name: f'[[ -z ${{{name}-}} || ( $N -gt 3 && "$A" < "b" ) ]]'),
+    NAME.map(lambda name: f'[[ -z ${{{name}-}} || $N -gt 3 && "$A" != "b" ]]'),
     ARITHMETIC.map(lambda text: f"(( {text} ))"),
 )
 SHOW = WORD.map(lambda word: f"show {word}")
@@ -180,7 +173,12 @@ def words_of(text: str, **given: str) -> list[str]:
             "R=/d; N=q\nA=$R/models/$N/hf\necho $A path=$R/m/$N/hf",
             ["echo", "/d/models/q/hf", "path=/d/m/q/hf"],
         ),
-        ("echo a.{b,c.d}=1 n{1..2}", ["echo", "a.b=1", "a.c.d=1", "n1", "n2"]),
+        ("echo a.{b,c.d}=1 n{1..2}", ["echo", "a.b=1", "a.c.d=1", "n{1..2}"]),
+        (
+            "A=4\nA[1]=5\necho $((010 * 2)) $((4 / 0)) ${A:1:2} ${A^^} ${A[1]}",
+            ["echo", "$((010 * 2))", "$((4 / 0))", "${A:1:2}", "${A^^}", "A[1]=5"],
+        ),
+        ("((x = 1 << 3, y = 2))\necho $x", ["echo", "$((x = 1 << 3, y = 2))"]),
         ("echo $'a' b", ["echo", "$'a'", "b"]),
         ("echo last \\\n", ["echo", "last"]),
     ],
@@ -228,8 +226,6 @@ U=3 python -m x \\
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x=1\necho $((1.5 * 2))", "run.sh:2: '1.5 \\* 2' is not an integer expression"),
-        ("echo $((4 / 0))", "run.sh:1: 4 / 0: division by zero"),
         ("if x; then\necho", "run.sh:1: cannot parse 'if x; then' as bash"),
         ("f() { f; }\nf", "run.sh:1: nested more than 20 times"),
     ],
