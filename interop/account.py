@@ -48,24 +48,13 @@ class Account:
 
     def blocking(self, allowed: Iterable[str] = ()) -> list[Entry]:
         """Return settings and defaults that stop an import, except for allowed keys."""
-        allowed = set(allowed)
-        return [
-            entry
-            for entry in (*self.entries, *self.implied)
-            if entry.fate in BLOCKING and not {entry.setting.key, entry.name} & allowed
-        ]
+        entries = [each for each in (*self.entries, *self.implied) if each.fate in BLOCKING]
+        return [each for each in entries if not {each.setting.key, each.name} & {*allowed}]
 
     def tree(self) -> dict[str, Any]:
         """Return our recipe as sections: the trainer's defaults, overridden by what is set."""
         entries = (*self.implied, *self.entries)
-        return nested(
-            {
-                name: value
-                for each in entries
-                if each.fate == "taken"
-                for name, value in each.ours.items()
-            }
-        )
+        return nested({name: value for each in entries for name, value in each.ours.items()})
 
 
 def account_of(
@@ -85,18 +74,11 @@ def account_of(
     flat = list(split_sections(settings, table))
     version = _version_of(flat, table) if version is None else table.require_version(version)
     rows = [table.resolve(setting.key, version) for setting in flat]
-    names = [_name(setting, row) for setting, row in zip(flat, rows, strict=True)]
-    config = ForeignConfig(
-        table,
-        version,
-        {name: each.value for name, each in zip(names, flat, strict=True)},
-        facts or {},
-    )
-    last = {name: setting for name, setting in zip(names, flat, strict=True)}
-    entries = [
-        _entry(setting, row, name, last[name], config)
-        for setting, row, name in zip(flat, rows, names, strict=True)
-    ]
+    named = [(each, row, _name(each, row)) for each, row in zip(flat, rows, strict=True)]
+    last = {name: setting for setting, _, name in named}
+    values = {name: setting.value for name, setting in last.items()}
+    config = ForeignConfig(table, version, values, facts or {})
+    entries = [_entry(setting, row, name, last[name], config) for setting, row, name in named]
     entries = _without_contradictions(entries, config)
     set_keys = {ours for entry in entries for ours in entry.ours}
     implied = [
@@ -113,8 +95,8 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
         return Outcome("ignored-by-trainer", {}, row.reason)
     if row.is_family and (value is None or value == {}) and key == row.key.removesuffix(".*"):
         return default("empty")
-    if row.when is not None and not config[row.when]:
-        return meaningless(f"{row.when} is off")
+    if row.when is not None and (why := _off(row.when, config)):
+        return meaningless(why)
     if row.convert is not None:
         return _converted(row, row.convert, value, config)
     if value is None and None not in row.values and row.ours:
@@ -126,13 +108,18 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
         return unsupported(row.reason)
     if not row.ours:
         return Outcome(row.fate, {}, row.reason)
+    below = key.removeprefix(row.key.removesuffix("*")) if row.is_family else ""
     value = row.values[value] if row.values else value
-    if row.is_family:
-        below = key.removeprefix(row.key.removesuffix("*"))
-        return Outcome(
-            "taken", {name.removesuffix("*") + below: value for name in row.ours}, row.change
-        )
-    return Outcome("taken", dict.fromkeys(row.ours, value), row.change)
+    ours = {name.removesuffix("*") + below: value for name in row.ours}
+    return Outcome("taken", ours, row.change)
+
+
+def _off(when: str | Mapping[str, str], config: ForeignConfig) -> str:
+    """Return why a row's switch is off; "" if it is on."""
+    if isinstance(when, str):
+        return "" if config[when] else f"{when} is {'not set' if config[when] is None else 'off'}"
+    [(key, value)] = when.items()
+    return "" if config[key] == value else f"{key} is not {value}"
 
 
 def _converted(row: Row, name: str, value: Any, config: ForeignConfig) -> Outcome:
@@ -173,32 +160,34 @@ def _entry(
     setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig
 ) -> Entry:
     if row is None:
-        if (group := config.table.group_of(setting.key, setting.value)) is not None:
-            note = (
-                f"selects a file from Hydra's group {group}, which is not available; import that "
-                "file with the "
-                "script, or write out its keys instead"
-            )
-            return Entry(setting, "unsupported", {}, note, name)
-        near = config.table.nearest(setting.key)
-        if near is None and config.table.ignores_unknown:
-            note = f"{config.table.trainer} silently ignores unknown keys, and this is one"
-            return Entry(setting, "ignored-by-trainer", {}, note, name)
-        hint = f"did you mean {near}?" if near else f"no version of {config.table.trainer} has it"
-        return Entry(setting, "misspelt", {}, hint, name)
-    if setting != last and setting.value != last.value:
+        outcome = _unknown(setting, config.table)
+    elif setting != last and setting.value != last.value:
         fate: Fate = "meaningless" if setting.key == last.key else "contradicting"
-        return Entry(setting, fate, {}, f"{last.origin} sets {last.key}={last.value}", name)
-    outcome = outcome_of(
-        row, setting.key, config[name] if _is_reference(setting.value) else setting.value, config
-    )
-    held = config.table.versions_of(setting.key)
-    note = outcome.note
-    if config.version not in held:
-        of_this = row.names(config.version)
-        instead = f", which calls it {of_this[0]}" if of_this else ""
-        note = f"exists in {' and '.join(held)}, not in {config.version}{instead}. {note}".strip()
-    return Entry(setting, outcome.fate, outcome.ours, note, name)
+        outcome = Outcome(fate, {}, f"{last.origin} sets {last.key}={last.value}")
+    else:
+        value = config[name] if _is_reference(setting.value) else setting.value
+        outcome = outcome_of(row, setting.key, value, config)
+        held = config.table.versions_of(setting.key)
+        if config.version not in held:
+            of_this = row.names(config.version)
+            instead = f", which calls it {of_this[0]}" if of_this else ""
+            where = f"exists in {' and '.join(held)}, not in {config.version}{instead}."
+            outcome = replace(outcome, note=f"{where} {outcome.note}".strip())
+    return Entry(setting, outcome.fate, outcome.ours, outcome.note, name)
+
+
+def _unknown(setting: Setting, table: Table) -> Outcome:
+    if (group := table.group_of(setting.key, setting.value)) is not None:
+        return unsupported(
+            f"selects a file from Hydra's group {group}, which is not available; import that "
+            "file with the script, or write out its keys instead"
+        )
+    near = table.nearest(setting.key)
+    if near is None and table.ignores_unknown:
+        note = f"{table.trainer} silently ignores unknown keys, and this is one"
+        return Outcome("ignored-by-trainer", {}, note)
+    hint = f"did you mean {near}?" if near else f"no version of {table.trainer} has it"
+    return Outcome("misspelt", {}, hint)
 
 
 def _is_reference(value: Any) -> bool:
@@ -207,17 +196,16 @@ def _is_reference(value: Any) -> bool:
 
 def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list[Entry]:
     """Return the entries, marking as `contradicting` those that disagree with each other."""
-    against = _contradictions(config)
+    against: dict[str, str] = {}
+    for keys, why in _contradictions(config) if config.table.trainer == "verl" else ():
+        against |= dict.fromkeys(keys, why)
     first: dict[str, Entry] = {}
     for entry in entries:
         for name, value in entry.ours.items():
             other = first.setdefault(name, entry)
-            if other.ours[name] != value:
-                for one, by in ((entry, other), (other, entry)):
-                    against.setdefault(
-                        one.name,
-                        f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}",
-                    )
+            for one, by in ((entry, other), (other, entry)) if other.ours[name] != value else ():
+                why = f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}"
+                against.setdefault(one.name, why)
     return [
         replace(entry, fate="contradicting", ours={}, note=against[entry.name])
         if entry.name in against and entry.fate != "misspelt"
@@ -226,87 +214,61 @@ def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list
     ]
 
 
-def _contradictions(config: ForeignConfig) -> dict[str, str]:
-    """Return, by key, why a setting contradicts another setting or a default of verl."""
-    found: dict[str, str] = {}
-    if config.table.trainer == "verl":
-        for keys, why in (
-            *_algorithm_contradictions(config),
-            *_micro_batch_contradictions(config),
-            *_batch_contradictions(config),
-        ):
-            found |= dict.fromkeys(keys, why)
-    return found
-
-
-Contradiction = tuple[tuple[str, ...], str]  # keys, and why
-
-
-def _algorithm_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
+def _contradictions(config: ForeignConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield keys of verl that contradict each other, or a default, and why."""
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     if config[in_loss] is True and config[in_reward] is True:
-        why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
-        yield (in_loss, in_reward), why
+        place = "algorithm.kl.place is either loss or reward"
+        yield (in_loss, in_reward), f"{in_loss} and {in_reward} are both on; {place}"
     actor, ref, fsdp = f"{ACTOR}.strategy", f"{REF}.strategy", ("fsdp", "fsdp2")
     are_set = config.is_set(actor) and config.is_set(ref)
     if are_set and (config[actor] in fsdp) != (config[ref] in fsdp):
-        why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same "
-        yield (actor, ref), f"{why}strategy"
+        why = f"{actor}={config[actor]} and {ref}={config[ref]}"
+        yield (actor, ref), f"{why}: policy and reference use the same strategy"
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     if config[mode] == "resume_path" and config[path] is None:
         yield (mode,), f"resume_path needs {path}, which is not set"
+    yield from _micro_batch_contradictions(config)
+    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+    batch, part = config[step], config[mini]
+    keys = tuple(name for name in (step, mini) if config.is_set(name))
+    if keys and type(batch) is int and type(part) is int and batch < part:
+        why = f"{step}={batch} prompts per step are fewer than {mini}={part} per optimizer step"
+        yield keys, why
 
 
-def _micro_batch_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
+def _micro_batch_contradictions(config: ForeignConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     sizes = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size")
     given = [name for name in sizes if config.is_set(name) and config[name] is not None]
     if len(given) == 2:
         yield sizes, f"{given[0]} and {given[1]} are both set; keep one"
+    elif config[dynamic] is not True:
         return
-    if config[dynamic] is not True:
-        return
-    if given and config.is_set(dynamic) and not config.is_set(tokens):
-        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is "
-        yield (dynamic, given[0]), f"{why}not set"
-        return
-    is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
-    sharing = "megatron.context" if is_megatron else "ulysses_sequence"
-    ranks = config[f"{ACTOR}.{sharing}_parallel_size"] or 1
-    lengths = config["data.max_prompt_length"], config["data.max_response_length"]
-    numbers = (config[tokens], ranks, *lengths)
-    if not config.is_set(tokens) or not all(type(number) is int for number in numbers):
-        return
-    if config[tokens] * ranks < (longest := sum(lengths)):
-        why = (
-            f"{config[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
-        )
-        yield (tokens,), f"{why}{-(-longest // ranks)}"
-
-
-def _batch_contradictions(config: ForeignConfig) -> Iterator[Contradiction]:
-    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-    batch, part = config[step], config[mini]
-    keys = tuple(name for name in (step, mini) if config.is_set(name))
-    if keys and type(batch) is int and type(part) is int and batch < part:
-        yield (
-            keys,
-            f"{step}={batch} prompts per step are fewer than {mini}={part} per optimizer step",
-        )
+    elif config.is_set(tokens):
+        is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
+        sharing = "megatron.context" if is_megatron else "ulysses_sequence"
+        ranks = config[f"{ACTOR}.{sharing}_parallel_size"] or 1
+        prompt, response = config["data.max_prompt_length"], config["data.max_response_length"]
+        per_rank = config[tokens]
+        if not all(type(each) is int for each in (per_rank, ranks, prompt, response)):
+            return
+        if per_rank * ranks < (longest := prompt + response):
+            why = f"{per_rank} tokens on each of {ranks} ranks hold no sequence of {longest}"
+            yield (tokens,), f"{why}; set {-(-longest // ranks)}"
+    elif given and config.is_set(dynamic):
+        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead"
+        yield (dynamic, given[0]), f"{why}, but it is not set"
 
 
 def _implied(config: ForeignConfig) -> Iterator[Entry]:
+    origin = f"default of {config.table.trainer} {config.version}"
     for row in config.table.rows:
-        value = row.defaults.get(config.version, NOT_SET)
-        if (
-            value is NOT_SET
-            or not (row.ours and row.names(config.version))
-            or row.is_family
-            or config.is_set(row.key)
-        ):
-            continue
-        outcome: Outcome = outcome_of(row, row.key, config[row.key], config)
-        origin = f"default of {config.table.trainer} {config.version}"
-        if outcome.fate in ("taken", *BLOCKING):
-            setting = Setting(row.key, config[row.key], origin)
-            yield Entry(setting, outcome.fate, outcome.ours, outcome.note, row.key)
+        has_default = row.defaults.get(config.version, NOT_SET) is not NOT_SET
+        is_ours = row.ours and row.names(config.version) and not row.is_family
+        if has_default and is_ours and not config.is_set(row.key):
+            value = config[row.key]
+            outcome = outcome_of(row, row.key, value, config)
+            if outcome.fate in ("taken", *BLOCKING):
+                setting = Setting(row.key, value, origin)
+                yield Entry(setting, outcome.fate, outcome.ours, outcome.note, row.key)

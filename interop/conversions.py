@@ -53,10 +53,6 @@ def gen_batch(value: Any, config: ForeignConfig) -> int:
     return int(config["data.train_batch_size"] if value is None else value)
 
 
-def all_if_negative(value: Any, config: ForeignConfig) -> Any:
-    return int(value) if value is not None and int(value) > 0 else default("all prompts")
-
-
 def model(value: Any, config: ForeignConfig) -> Outcome:
     is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
     if is_name is not None and not _FOLDERS.fullmatch(is_name[1]) and not Path(value).exists():
@@ -74,21 +70,20 @@ def before_training(value: Any, config: ForeignConfig) -> Any:
     return bool(value)
 
 
-def save_every(value: Any, config: ForeignConfig) -> Any:
-    return (
-        int(value)
-        if int(value) > 0
-        else default(
-            "never saves there; here checkpoint.save_every applies, since resume and merge need "
-            "checkpoints"
-        )
-    )
+def _positive(otherwise: str) -> Callable[[Any, ForeignConfig], Any]:
+    """Return the conversion of a number whose null, 0 and negative values mean `otherwise`."""
+
+    def convert(value: Any, config: ForeignConfig) -> Any:
+        return int(value) if value is not None and int(value) > 0 else default(otherwise)
+
+    return convert
 
 
-def kept(value: Any, config: ForeignConfig) -> Any:
-    if value is None or int(value) <= 0:
-        return default("keeps all there; here the newest checkpoint.keep_last")
-    return int(value)
+all_if_negative = _positive("all prompts")
+kept = _positive("keeps all there; here the newest checkpoint.keep_last")
+save_every = _positive(
+    "never saves there; here checkpoint.save_every applies, since resume and merge need checkpoints"
+)
 
 
 def resume(value: Any, config: ForeignConfig) -> Any:
@@ -96,12 +91,6 @@ def resume(value: Any, config: ForeignConfig) -> Any:
         return str(config["trainer.resume_from_path"])
     known = {"auto": "auto", "disable": "never"}
     return known.get(value) or unsupported("known are auto, disable and resume_path")
-
-
-def resume_path(value: Any, config: ForeignConfig) -> Any:
-    if value is None or config["trainer.resume_mode"] != "resume_path":
-        return meaningless("trainer.resume_mode applies")
-    return str(value)
 
 
 def trackers(value: Any, config: ForeignConfig) -> Any:
@@ -250,10 +239,8 @@ def _of_epochs(num_epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
 
 
 def micro_batch_of_all(value: Any, config: ForeignConfig) -> Any:
-    if value is None:
-        return default("unset")
     ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
-    return micro_batch_responses(int(value) * ranks // num_devices(config), config)
+    return micro_batch_responses(value and int(value) * ranks // num_devices(config), config)
 
 
 def micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
@@ -320,18 +307,6 @@ def loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
     )
 
 
-def loss_norm(value: Any, config: ForeignConfig) -> Any:
-    if value is None or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
-        return meaningless(f"{ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm")
-    return int(value)
-
-
-def min_ratio(value: Any, config: ForeignConfig) -> Any:
-    if not value or config[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
-        return meaningless("it is 0, or the schedule is constant")
-    return float(value)
-
-
 def filter_draws(value: Any, config: ForeignConfig) -> Any:
     if int(value) > 0:
         return int(value)
@@ -343,12 +318,6 @@ def overlong(value: Any, config: ForeignConfig) -> Any:
     if value and config["reward.reward_manager.name"] != "dapo":
         return meaningless("only read by reward_manager=dapo")
     return bool(value)
-
-
-def custom_name(value: Any, config: ForeignConfig) -> Any:
-    if value is None or config["reward.custom_reward_function.path"] is None:
-        return meaningless("custom_reward_function.path is not set")
-    return str(value)
 
 
 # Rollout correction
@@ -429,9 +398,3 @@ def rejection_threshold(value: Any, config: ForeignConfig) -> Outcome:
             low = float(first) if first else 1 / float(last)
             ours |= {"mask_low": 1 / float(last), "mask_high": 1 / low}
     return _correction(**ours)
-
-
-def rejection_lower(value: Any, config: ForeignConfig) -> Any:
-    if value is None or config[f"{CORRECTION}.rollout_rs"] is None:
-        return meaningless(f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper")
-    return _correction(mask_low=float(value))

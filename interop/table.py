@@ -13,7 +13,7 @@ trainer that silently ignores unknown keys. A row:
              ignored-by-trainer
     only     values for which the fate applies; others are unsupported
     ignored  versions in which the trainer never reads the key
-    when     their switch; while it is off, they do not read the key
+    when     their switch, or `{key: value}`; while it is off, they do not read the key
     ours     our key, or a list of them
     values   map of their values to ours
     convert  name of a function in interop/conversions, where `values` is not enough
@@ -71,7 +71,7 @@ class Row:
     ours: tuple[str, ...] = ()
     values: Mapping[Any, Any] = field(default_factory=dict)
     only: tuple[Any, ...] | None = None
-    when: str | None = None
+    when: str | Mapping[str, str] | None = None
     convert: str | None = None
     change: str = ""
     reason: str = ""

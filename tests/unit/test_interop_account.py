@@ -271,4 +271,5 @@ def test_every_row_has_a_key_of_ours_or_a_fate_with_a_reason(trainer: str) -> No
         assert (row.fate == "taken") == bool(row.ours)
         assert row.ours or row.reason
         assert row.convert is None or callable(functions[row.convert])
-        assert row.when is None or load(trainer).find(row.when)
+        for switch in {row.when} if isinstance(row.when, str) else row.when or ():
+            assert load(trainer).find(switch)
