@@ -10,7 +10,7 @@
     | one engine each, scoring processes| <------ | FSDP2 shards and optimizer      |
     +-----------------------------------+         +---------------------------------+
 
-draw           The trainer waits for P groups with signal (sampler.py). Engines decode, workers score.
+draw           The trainer waits for P groups with signal (sampler.py); engines decode and score.
 anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until
 publish.
 publish        Rank 0 sends weights in buckets to all engines; checksums verify them (weights/).

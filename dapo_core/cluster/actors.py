@@ -27,8 +27,7 @@ from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 PING_SECONDS = 5.0  # of silence before all actors are pinged
 # to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
 SEARCH_SECONDS = 20.0
-# Ray's errors for an actor whose process is dead or unreachable; training cannot continue after
-# either.
+# Ray's errors for an actor whose process is dead or unreachable
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 # Phrases in Ray's messages, which have thousands of characters; the first match counts.
 REASONS = (
@@ -38,10 +37,7 @@ REASONS = (
     ("node has died", "its node is lost"),
     ("ray.kill", "it was killed through Ray"),
     ("SIGTERM", "it was ended by SIGTERM"),
-    (
-        "connection error",
-        "it was killed, for example by the kernel when memory ran out, or it crashed",
-    ),
+    ("connection error", "it was killed, such as by the kernel when memory ran out, or crashed"),
 )
 MAX_REASON_CHARACTERS = 200
 
@@ -95,9 +91,8 @@ class Actors:
                 raise
             except DEATHS as error:
                 self._search()
-                raise WorkerDied(
-                    f"a policy rank or rollout worker died: {death_reason(error)}"
-                ) from error
+                reason = death_reason(error)
+                raise WorkerDied(f"a policy rank or rollout worker died: {reason}") from error
             except GetTimeoutError:
                 if seconds_left <= PING_SECONDS:
                     raise
@@ -126,19 +121,15 @@ class Actors:
     def _collect_pings(self) -> None:
         """Record answered pings; raises WorkerDied for a dead actor."""
         waiting = [actor for actor in self._actors if actor.ping is not None]
-        if not waiting:
-            return
-        done = set(
-            ray.wait([actor.ping for actor in waiting], num_returns=len(waiting), timeout=0)[0]
-        )
         for actor in waiting:
-            if actor.ping in done:
-                try:
-                    actor.place = ray.get(actor.ping)
-                except DEATHS as error:
-                    label = actor.name if actor.place is None else f"{actor.name} ({actor.place})"
-                    raise WorkerDied(f"{label} died: {death_reason(error)}") from error
+            try:
+                actor.place = ray.get(actor.ping, timeout=0)
                 actor.ping = None
+            except GetTimeoutError:
+                continue
+            except DEATHS as error:
+                label = actor.name if actor.place is None else f"{actor.name} ({actor.place})"
+                raise WorkerDied(f"{label} died: {death_reason(error)}") from error
 
 
 def death_reason(error: RayError) -> str:

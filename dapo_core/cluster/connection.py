@@ -141,10 +141,9 @@ def _remove_old_folders(parent: str) -> None:
 
 def _start(folder: Path, num_cpus: int) -> None:
     """Start Ray; on failure raises WorkerDied and leaves no processes behind."""
-    # Silence the hint on how to turn authentication off.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
-        logging.ERROR
-    )
+    # It logs a hint on how to turn authentication off.
+    setup = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    setup.setLevel(logging.ERROR)
     with _keep_signal_handling() as processes, _loopback():
         try:
             ray.init(
@@ -166,12 +165,9 @@ def _start(folder: Path, num_cpus: int) -> None:
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if is_full(folder, FULL_DISK_BYTES):
-                reason = (
-                    f"{folder.parent} is full; free some space, or set RAY_TMPDIR to another disk"
-                )
-            raise WorkerDied(
-                f"Ray did not start on this machine: {reason} (logs are in {folder})"
-            ) from error
+                reason = f"{folder.parent} is full; free space, or set RAY_TMPDIR to another disk"
+            message = f"Ray did not start on this machine: {reason} (logs are in {folder})"
+            raise WorkerDied(message) from error
 
 
 def _kill_processes(processes: list[subprocess.Popen[Any]]) -> None:

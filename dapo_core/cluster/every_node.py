@@ -41,14 +41,12 @@ class Answers:
 
     def require(self) -> dict[Node, Any]:
         """Return the results of all nodes; raises ConfigError or WorkerDied."""
-        if self.failed:
-            errors = list(self.failed.values())
-            kind = (
-                WorkerDied
-                if any(isinstance(error, WorkerDied) for error in errors)
-                else ConfigError
-            )
-            raise kind("; ".join(map(str, errors))) from errors[0]
+        errors = list(self.failed.values())
+        if errors:
+            is_dead = any(isinstance(error, WorkerDied) for error in errors)
+            raise (WorkerDied if is_dead else ConfigError)("; ".join(map(str, errors))) from errors[
+                0
+            ]
         return self.results
 
 
@@ -81,27 +79,23 @@ def start_on(
 ) -> Any:
     """Start a task on the node, without a CPU but with `devices`; returns its reference."""
     resources = dict(devices)
-    options = {
-        "num_cpus": 0,
-        "num_gpus": resources.pop("GPU", None),
-        "resources": resources,
-        "max_retries": 0,
-    }
-    place = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return ray.remote(function).options(**options, scheduling_strategy=place).remote(*arguments)
+    task = ray.remote(function).options(
+        num_cpus=0,
+        num_gpus=resources.pop("GPU", None),
+        resources=resources,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+    )
+    return task.remote(*arguments)
 
 
 @contextmanager
 def actors_on(nodes: Sequence[Node], kind: type) -> Iterator[dict[Node, Any]]:
     """Yield handles of an actor of the class on each node; all actors end on exit."""
-    handles: dict[Node, Any] = {
-        node: ray.remote(kind)
-        .options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
-        )
-        .remote()
-        for node in nodes
-    }
+    handles: dict[Node, Any] = {}
+    for node in nodes:
+        place = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        handles[node] = ray.remote(kind).options(num_cpus=0, scheduling_strategy=place).remote()
     try:
         yield handles
     finally:
@@ -133,18 +127,14 @@ def ask(calls: Mapping[Node, Any], max_seconds: float = ANSWER_SECONDS) -> Answe
 
 
 def _node_error(node: Node, error: RayError) -> DapoError:
-    text = str(error.cause if isinstance(error, RayTaskError) else error).strip()
-    if isinstance(error, RayTaskError | RayActorError) and (
-        missing := _NO_IMPORT.search(str(error))
-    ):
+    missing = _NO_IMPORT.search(str(error))
+    if isinstance(error, RayTaskError | RayActorError) and missing:
         reason = missing[0].split(": ", 1)[1]
         return ConfigError(
             f"node {node.name} cannot run this project: {reason}; install the same version there"
         )
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
     if isinstance(error, RayTaskError):
-        return ConfigError(
-            f"node {node.name} failed: {text.splitlines()[0] if text else 'no reason given'}"
-        )
-    return WorkerDied(
-        f"node {node.name} is lost: {text.splitlines()[0] if text else type(error).__name__}"
-    )
+        return ConfigError(f"node {node.name} failed: {reason}")
+    return WorkerDied(f"node {node.name} is lost: {reason}")

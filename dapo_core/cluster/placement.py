@@ -34,9 +34,8 @@ class Demand:
     on_one_node: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.count} workers of {self.resources}{' on one node' if self.on_one_node else ''}"
-        )
+        where = " on one node" if self.on_one_node else ""
+        return f"{self.count} workers of {self.resources}{where}"
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,13 @@ class Place:
     def start(self, actor_class: type) -> Any:
         """Start an actor of the class with all of the place's resources; returns its handle."""
         others = dict(self.resources)
-        options: dict[str, Any] = {
-            "num_cpus": others.pop("CPU"),
-            "num_gpus": others.pop("GPU", None),
-        }
-        options["resources"] = others
-        strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=self.bundle
+        actor = ray.remote(actor_class).options(
+            num_cpus=others.pop("CPU"),
+            num_gpus=others.pop("GPU", None),
+            resources=others,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, self.bundle),
         )
-        return ray.remote(actor_class).options(**options, scheduling_strategy=strategy).remote()
+        return actor.remote()
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,8 @@ class Places:
     @property
     def nodes(self) -> list[str]:
         """Ray's IDs of all nodes in use, without duplicates."""
-        return list(
-            dict.fromkeys(place.node for places in (self.ranks, *self.engines) for place in places)
-        )
+        places = chain(self.ranks, *self.engines)
+        return list(dict.fromkeys(place.node for place in places))
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
@@ -86,9 +82,9 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     accelerator: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
     threads = rollout.threads_per_worker
-    part = {
-        "CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads
-    } | accelerator
+    if train.is_colocated:
+        threads = max(threads, train.threads_per_rank)
+    part = {"CPU": threads} | accelerator
     num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
         engines = [Demand(num_stages, part)]
@@ -139,10 +135,8 @@ def reserve(
     _wait_until_placed(group, demand, max_seconds)
     nodes = placement_group_table(group)["bundles_to_node_id"]
     order = list(dict.fromkeys(nodes[number] for number in range(demand.count)))
-    places = [
-        Place(group, number, nodes[number], demand.resources) for number in range(demand.count)
-    ]
-    return sorted(places, key=lambda place: order.index(place.node))
+    numbers = sorted(range(demand.count), key=lambda number: order.index(nodes[number]))
+    return [Place(group, number, nodes[number], demand.resources) for number in numbers]
 
 
 def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float) -> None:

@@ -30,8 +30,8 @@ def continued_from(config: TrainingConfig, folder: Path) -> str | None:
     with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     step = read_state_without_groups(checkpoint).step
     return (
-        f" after step {step} of {config.train.total_steps}; its checkpoint is {checkpoint}; "
-        f"the same command{with_auto} resumes it"
+        f" after step {step} of {config.train.total_steps}; its checkpoint is {checkpoint}; the "
+        f"same command{with_auto} resumes it"
     )
 
 
@@ -80,8 +80,8 @@ class Restarts:
         if self._num_in_a_row == self.max_restarts:
             raise WorkerDied(
                 f"{error}; giving up after {self.max_restarts} restarts without a new checkpoint: "
-                "find out why "
-                "the process dies, lower checkpoint.save_every, or raise train.max_restarts"
+                "find out why the process dies, lower checkpoint.save_every, or raise "
+                "train.max_restarts"
             ) from error
         max_delay = max(MAX_DELAY_SECONDS, self.delay_seconds)
         seconds = min(self.delay_seconds * 2**self._num_in_a_row, max_delay)

@@ -58,12 +58,8 @@ class PolicyRank(_Process, Policy):
         """Join the other ranks and load this rank's part of the model."""
         device = _own_device(config, config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(
-            device.backends(config.train.offload_shards),
-            init_method=address,
-            rank=rank,
-            world_size=num_ranks,
-        )
+        backends = device.backends(config.train.offload_shards)
+        torch.distributed.init_process_group(backends, address, rank=rank, world_size=num_ranks)
         require_averages(device.torch_device())
         super().__init__(model_path, config)
 
@@ -142,7 +138,5 @@ def _load_engine(
         from dapo_core.engines.vllm_engine import TensorParallelEngine
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, followers)
-    torch_device = str(device.torch_device())
-    return build_engine(
-        config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device
-    )
+    model = model_path, settings, config.run.seed
+    return build_engine(config.rollout.engine, *model, str(device.torch_device()))

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
 LOG_SECONDS = 10.0  # between log lines while waiting
-POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 START_RAY = (
     "start one on a list of machines with `dapo cluster up` (docs/clusters.md), or by hand with a "
@@ -53,26 +52,20 @@ def ask_cluster(
     signals take effect immediately.
     """
     command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
-    started = last_log = time.monotonic()
-    # Ray silently waits for a cluster that rejects processes without a token.
-    hint = (
-        ""
-        if AUTH_MODE in environment
-        else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
-    )
+    started = time.monotonic()
+    hint = ""
+    if AUTH_MODE not in environment:  # Ray silently waits for a cluster that wants a token
+        hint = f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
     with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as child:
         try:
-            while child.poll() is None:
-                seconds = time.monotonic() - started
-                if seconds >= max_seconds:
-                    raise WorkerDied(
-                        f"{_name(address)} did not answer within {max_seconds:g} s{hint}"
-                    )
-                if time.monotonic() >= last_log + LOG_SECONDS:
-                    last_log = time.monotonic()
-                    logger.info("waiting for %s to answer (%.0f s so far)", _name(address), seconds)
-                time.sleep(POLL_SECONDS)
-            output, errors = child.communicate()
+            while (seconds := time.monotonic() - started) < max_seconds:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    left = min(LOG_SECONDS, max_seconds - seconds)
+                    output, errors = child.communicate(timeout=left)
+                    break
+                logger.info("waiting for %s to answer (limit %g s)", _name(address), max_seconds)
+            else:
+                raise WorkerDied(f"{_name(address)} did not answer within {max_seconds:g} s{hint}")
         finally:
             child.kill()
     lines = output.strip().splitlines() or errors.strip().splitlines() or ["no output"]
@@ -102,18 +95,10 @@ def main(address: str) -> int:
             # private function reads.
             _require_listener(services.canonicalize_bootstrap_address_or_die(address))
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (
-        ray.exceptions.RayError,
-        ConnectionError,
-        TimeoutError,
-        RuntimeError,
-        ValueError,
-    ) as error:
-        kind = (
-            "AuthenticationError"
-            if "AuthenticationError" in str(error.__cause__)
-            else type(error).__name__
-        )
+    except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
+        kind = type(error).__name__
+        if "AuthenticationError" in str(error.__cause__):
+            kind = "AuthenticationError"
         sys.stdout.write(f"{kind}: {(str(error).strip().splitlines() or [''])[0]}\n")
         return 1
     free = available_resources_per_node()
@@ -151,9 +136,8 @@ def _require_listener(address: str) -> None:
     try:
         connect(address, CONNECT_SECONDS)
     except ConnectionRefusedError:
-        raise ConnectionError(
-            f"{NO_RAY}: {address} belongs to an instance that has ended"
-        ) from None
+        message = f"{NO_RAY}: {address} belongs to an instance that has ended"
+        raise ConnectionError(message) from None
     except OSError:  # Ray itself waits for a slow network
         return
 

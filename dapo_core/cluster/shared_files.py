@@ -37,19 +37,15 @@ def require_shared(
         return
     paths = shared_paths(config, model_path) | {OUTPUT: output_dir}
     with probe_in(output_dir) as probe:
-        tasks = {
-            node: start_on(node, {}, differences, paths, digests(paths), probe) for node in others
-        }
-        answers = finish(tasks).require()
-    if any(answers.values()):
-        raise ConfigError(
-            "; ".join(
-                f"node {node.name} does not see {', '.join(found)}"
-                for node, found in answers.items()
-                if found
-            )
-            + f": {ADVICE}"
-        )
+        task = differences, paths, digests(paths), probe
+        answers = finish({node: start_on(node, {}, *task) for node in others}).require()
+    problems = [
+        f"node {node.name} does not see {', '.join(found)}"
+        for node, found in answers.items()
+        if found
+    ]
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}: {ADVICE}")
 
 
 def shared_paths(config: TrainingConfig, model_path: Path | None) -> dict[str, Path]:

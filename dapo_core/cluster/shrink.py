@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ray.util.placement_group import remove_placement_group
@@ -140,13 +141,9 @@ def _smaller(config: TrainingConfig) -> list[tuple[int, int]]:
     if config.train.is_colocated:  # one rank per engine part
         parts = config.rollout.num_devices // most_workers
         return [(parts * workers, workers) for workers in range(most_workers - 1, 0, -1)]
-    sizes = [
-        (ranks, workers)
-        for ranks in range(1, most_ranks + 1)
-        for workers in range(1, most_workers + 1)
-    ]
-    return sorted(
-        sizes[:-1],
-        key=lambda size: (min(size[0] / most_ranks, size[1] / most_workers), *size),
-        reverse=True,
-    )
+    *sizes, _ = product(range(1, most_ranks + 1), range(1, most_workers + 1))
+
+    def share(size: tuple[int, int]) -> tuple[float, int, int]:
+        return min(size[0] / most_ranks, size[1] / most_workers), *size
+
+    return sorted(sizes, key=share, reverse=True)

@@ -78,13 +78,9 @@ def start_cluster(
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(PolicyRank) for place in places.ranks]
-            engines += [
-                [
-                    place.start(EngineRank if part else RolloutRank)
-                    for part, place in enumerate(parts)
-                ]
-                for parts in places.engines
-            ]
+            for first, *others in places.engines:
+                engines.append([first.start(RolloutRank)])
+                engines[-1] += [place.start(EngineRank) for place in others]
             actors = _watched(ranks, engines)
             policy = _load(ranks, engines, actors, str(model_path), config, folder)
             weights = WeightTransfer(ranks, engines, actors.get)
@@ -146,13 +142,11 @@ def _start_parts(
 ) -> list[Any]:
     """Load an engine whose parts rendezvous at `place`; returns the calls' references."""
     first, *others = parts
-    return [
-        first.start.remote(model_path, config, EnginePart(0, place), others),
-        *(
-            part.start.remote(model_path, config, EnginePart(number, place))
-            for number, part in enumerate(others, 1)
-        ),
+    starting = [
+        part.start.remote(model_path, config, EnginePart(number, place))
+        for number, part in enumerate(others, 1)
     ]
+    return [first.start.remote(model_path, config, EnginePart(0, place), others), *starting]
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:

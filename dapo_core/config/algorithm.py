@@ -39,10 +39,10 @@ class KLConfig(Section):
     def _reference_is_used(self) -> KLConfig:
         if self.place == "off" and (self.reference_path is not None or self.refresh_every):
             raise ValueError(
-                f"algorithm.kl.reference_path={self.reference_path} and algorithm.kl.refresh_every="
-                f"{self.refresh_every} have no effect: algorithm.kl.place=off loads no reference "
-                "model; set "
-                "algorithm.kl.place=loss or reward, or remove them"
+                f"algorithm.kl.reference_path={self.reference_path} and "
+                f"algorithm.kl.refresh_every={self.refresh_every} have no effect: "
+                "algorithm.kl.place=off loads no reference model; set algorithm.kl.place=loss or "
+                "reward, or remove them"
             )
         return self
 
@@ -63,8 +63,8 @@ class RolloutCorrectionConfig(Section):
     importance: Literal["off", "stale", "token", "sequence"] = key(
         "stale",
         "Weight token losses by the truncated policy/engine ratio: stale: only tokens sampled by "
-        "an older policy; "
-        "token: all tokens; sequence: all tokens, by the ratio of the whole response.",
+        "an older policy; token: all tokens; sequence: all tokens, by the ratio of the whole "
+        "response.",
     )
     importance_max: float = key(2.0, "Upper bound at which importance weights are truncated.", gt=0)
     importance_min: float | None = key(
@@ -108,16 +108,16 @@ class RolloutCorrectionConfig(Section):
         if self.importance_min is not None and self.importance_min >= self.importance_max:
             raise ValueError(
                 f"algorithm.rollout_correction.importance_min={self.importance_min} is not below "
-                "importance_max="
-                f"{self.importance_max}: every weight would be 0; lower importance_min"
+                f"importance_max={self.importance_max}: every weight would be 0; lower "
+                "importance_min"
             )
         if self.importance == "off" and (
             self.importance_min is not None or self.importance_normalize
         ):
             raise ValueError(
                 "algorithm.rollout_correction.importance_min and importance_normalize have no "
-                "effect with "
-                "importance=off; remove them, or set importance to stale, token or sequence"
+                "effect with importance=off; remove them, or set importance to stale, token or "
+                "sequence"
             )
         return self
 
@@ -162,8 +162,8 @@ class AlgorithmConfig(Section):
         if needs_constant and self.loss_norm_tokens is None:
             raise ValueError(
                 "algorithm.loss_aggregation=seq-mean-token-sum-norm divides by "
-                "algorithm.loss_norm_tokens, which "
-                "is not set; set it, for instance to rollout.max_response_tokens"
+                "algorithm.loss_norm_tokens, which is not set; set it, for instance to "
+                "rollout.max_response_tokens"
             )
         if not needs_constant and self.loss_norm_tokens is not None:
             raise ValueError(

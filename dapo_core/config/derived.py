@@ -28,11 +28,11 @@ the training | optimizer steps | train_prompts / mini_prompts x passes x train.t
 of these, warm-up | optimizer steps | train.warmup_steps
 the training | prompts | train.train_prompts x train.total_steps
 an optimizer step | responses | train.mini_prompts x rollout.group_size
-an optimizer step, per data-parallel rank | responses | mini_prompts x group_size / data-parallel ranks
+an optimizer step, per data rank | responses | mini_prompts x group_size / data-parallel ranks
 a micro-batch on a device, at most | tokens | train.micro_batch_tokens
-a micro-batch of longest sequences | sequences | micro_batch_tokens x sequence_parallel / longest sequence
+a micro-batch of the longest | sequences | micro_batch_tokens x sequence_parallel / longest sequence
 decoded at once by all engines, at most | responses | rollout.num_workers x rollout.max_num_seqs
-KV cache to decode them all to the end, per engine | tokens | rollout.max_num_seqs x longest sequence
+KV cache to decode them to the end, per engine | tokens | rollout.max_num_seqs x longest sequence
 """
 _SHARED = "policy and rollouts, taking turns | devices | train.num_ranks"
 _OPERATORS = {"x": operator.mul, "/": operator.floordiv, "+": operator.add}
@@ -49,13 +49,10 @@ class Quantity(NamedTuple):
 
 def derive(config: TrainingConfig) -> list[Quantity]:
     """Return the quantities derived from a configuration; all divisions are even."""
-    train = {**dict(config.train), "fsdp_size": config.train.fsdp_size or config.train.num_ranks}
-    values: dict[str, Any] = {
-        **dict(config.data),
-        **dict(config.sampler),
-        **dict(config.rollout),
-        **train,
-    }
+    values: dict[str, Any] = {}
+    for section in (config.data, config.sampler, config.rollout, config.train):
+        values |= dict(section)
+    values["fsdp_size"] = config.train.fsdp_size or config.train.num_ranks
     quantities = []
     for line in _QUANTITIES.strip().splitlines():
         if line.startswith("drawn for a step, at most") and not config.sampler.max_num_gen_batches:

@@ -48,22 +48,17 @@ def require_known(names: Collection[str]) -> None:
     if spec is None or not spec.submodule_search_locations:
         return
     source = Path(spec.submodule_search_locations[0]) / "engine/arg_utils.py"
-    classes = {
-        node.name: node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
     known = [
         field.target.id
-        for field in classes["EngineArgs"].body
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {close[0]}?" if close else f"{source} lists the fields of EngineArgs"
-            )
+            hint = f"did you mean {close[0]}?" if close else f"see EngineArgs in {source}"
             raise ConfigError(
                 f"the installed vLLM has no engine argument {name} (rollout.engine_args); {hint}"
             )

@@ -81,12 +81,10 @@ class Entry(Section):
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, values: Any) -> Any:
-        unknown = (
-            sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
-        )
-        if unknown:
+        known = cls.model_fields
+        if isinstance(values, dict) and (unknown := sorted(values.keys() - known.keys())):
             raise ValueError(
-                f"{cls.what} has no key {', '.join(unknown)}; it has {', '.join(cls.model_fields)}"
+                f"{cls.what} has no key {', '.join(unknown)}; it has {', '.join(known)}"
             )
         return values
 

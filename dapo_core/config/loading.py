@@ -134,11 +134,9 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     Raises ConfigError that lists all problems.
     """
     problems = list(placeholders(tree))
-    required: dict[str, Any] = {
-        name: {} for name, field in root.model_fields.items() if field.is_required()
-    }
+    required = [name for name, field in root.model_fields.items() if field.is_required()]
     try:
-        config = root.model_validate({**required, **_at_home(dict(tree))})
+        config = root.model_validate({name: {} for name in required} | _at_home(dict(tree)))
     except ValidationError as error:
         problems += _explained(root, error.errors())
     if problems:
@@ -152,11 +150,8 @@ def _at_home(value: Any) -> Any:
         return {name: _at_home(one) for name, one in value.items()}
     if isinstance(value, list):
         return list(map(_at_home, value))
-    return (
-        str(Path(value).expanduser())
-        if isinstance(value, str) and value.startswith("~/")
-        else value
-    )
+    is_home = isinstance(value, str) and value.startswith("~/")
+    return str(Path(value).expanduser()) if is_home else value
 
 
 def dump_config(config: Section) -> str:
@@ -224,10 +219,8 @@ def _parse(
             loader.dispose()
     except ConfigError:
         raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
+    # ValueError: not UTF-8, or a date such as 2024-13-01
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
 
 
@@ -236,14 +229,11 @@ def nearest(root: type[BaseModel], name: str) -> str:
     keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
+    leaf = name.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
-    if not close or name.rsplit(".", 1)[-1] in by_leaf:
-        close = [
-            by_leaf[leaf]
-            for leaf in difflib.get_close_matches(
-                name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.75
-            )
-        ]
+    if not close or leaf in by_leaf:
+        matches = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
+        close = [by_leaf[match] for match in matches]
     return f" (did you mean {close[0]}?)" if close else "; `dapo config show` lists all keys"
 
 
@@ -251,14 +241,10 @@ def placeholders(
     value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str = ""
 ) -> Iterator[str]:
     """Yield a sentence for each text in a tree that matches the pattern."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for child, child_value in children:
+    children = value if isinstance(value, dict) else {}
+    if isinstance(value, list):
+        children = dict(enumerate(value))
+    for child, child_value in children.items():
         yield from placeholders(child_value, pattern, f"{name}.{child}" if name else str(child))
     if isinstance(value, str) and pattern.search(value):
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
@@ -266,25 +252,18 @@ def placeholders(
 
 def _explained(root: type[Section], errors: Sequence[ErrorDetails]) -> list[str]:
     """Return a sentence per problem. For keys of other trainers it names ours."""
-    unknown = {
-        _name(problem): problem["input"]
-        for problem in errors
-        if problem["type"] == "extra_forbidden"
-    }
+    extra = [problem for problem in errors if problem["type"] == "extra_forbidden"]
+    unknown = {_name(problem): problem["input"] for problem in extra}
     foreign = root.instead_of(unknown) if unknown else {}
     sentences = []
     for problem in errors:
         name = _name(problem)
-        answers = [
-            answer for key, answer in foreign.items() if key == name or key.startswith(f"{name}.")
-        ]
+        answers = [foreign[key] for key in foreign if f"{key}.".startswith(f"{name}.")]
         sentences += answers if name in unknown and answers else [_explain(root, problem)]
-    hint = (
-        ["`dapo import-config FILE` converts a whole script or configuration to a recipe"]
-        if foreign
-        else []
-    )
-    return list(dict.fromkeys(sentences)) + hint
+    if foreign:
+        hint = "`dapo import-config FILE` converts a whole script or configuration to a recipe"
+        sentences.append(hint)
+    return list(dict.fromkeys(sentences))
 
 
 def _name(problem: ErrorDetails) -> str:
@@ -302,11 +281,8 @@ def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
             return f"{name} is a section with keys, not the value {value!r}"
     field = known_fields(root).get(name)
     needed = requirement(problem, field.metadata if field else ())
-    return (
-        f"{name} is empty: {needed}"
-        if value is None
-        else f"{name} = {value!r} is refused: {needed}"
-    )
+    state = "is empty" if value is None else f"= {value!r} is refused"
+    return f"{name} {state}: {needed}"
 
 
 def requirement(problem: ErrorDetails, metadata: Sequence[Any] = ()) -> str:

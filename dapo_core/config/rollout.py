@@ -8,15 +8,11 @@ from pydantic import field_validator, model_validator
 
 from dapo_core.config.engine_args import require_no_own_key
 from dapo_core.config.fields import JsonObject, Section, key, volatile
-from dapo_core.config.validation import SamplingSource, require_model_alone
+from dapo_core.config.validation import SAMPLING_SOURCES, SamplingSource, require_model_alone
 
 # Arguments of apply_chat_template that the project sets itself.
-TEMPLATE_CALL = (
-    "conversation",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
+TEMPLATE_CALL = set(
+    "conversation chat_template add_generation_prompt continue_final_message tokenize".split()
 )
 
 
@@ -35,20 +31,12 @@ class RolloutConfig(Section):
     chat_template_kwargs: JsonObject = key(
         {}, "Chat template arguments, such as {enable_thinking: false}; also for validation."
     )
-    sampling: SamplingSource = key(
-        "settings",
-        "settings: this section's temperature, top_p, top_k; model: generation_config's.",
-    )
+    sampling: SamplingSource = key("settings", SAMPLING_SOURCES)
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
     max_response_tokens: int = key(20480, "Maximum response length in tokens.", ge=1)
-    max_num_seqs: int = key(
-        256,
-        "Sequences an engine decodes at once; affects which groups finish first.",
-        ge=1,
-        le=65_536,
-    )
+    max_num_seqs: int = key(256, "Sequences an engine decodes at once.", ge=1, le=65_536)
     memory_utilization: float = volatile(0.8, "Share of device memory for an engine.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache size in GiB of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
@@ -68,6 +56,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engine_supports_keys(self) -> RolloutConfig:
+        require_model_alone("rollout", self)
         require_no_own_key(self.engine_args)
         num_parts = self.tensor_parallel * self.pipeline_parallel
         if self.engine == "hf" and (num_parts > 1 or self.engine_args):
@@ -88,15 +77,9 @@ class RolloutConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_arguments_are_free(cls, arguments: JsonObject) -> JsonObject:
-        for name in arguments:
-            if name in TEMPLATE_CALL:
-                raise ValueError(
-                    f"rollout.chat_template_kwargs.{name} is set by the project; use only "
-                    "arguments that the model's chat template reads, such as enable_thinking"
-                )
+        for name in sorted(TEMPLATE_CALL & arguments.keys()):
+            raise ValueError(
+                f"rollout.chat_template_kwargs.{name} is set by the project; use only arguments "
+                "that the model's chat template reads, such as enable_thinking"
+            )
         return arguments
-
-    @model_validator(mode="after")
-    def _sampled_one_way(self) -> RolloutConfig:
-        require_model_alone("rollout", self)
-        return self

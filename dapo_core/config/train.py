@@ -144,8 +144,8 @@ class TrainConfig(Section):
     def _mini_divides_train(self) -> TrainConfig:
         if self.train_prompts % self.mini_prompts:
             raise ValueError(
-                f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
-                f"{self.mini_prompts}: the last optimizer step would get only "
+                f"train.train_prompts={self.train_prompts} is not a multiple of "
+                f"train.mini_prompts={self.mini_prompts}: the last optimizer step would get only "
                 f"{self.train_prompts % self.mini_prompts} prompts; change one of the two"
             )
         return self
@@ -163,8 +163,8 @@ class TrainConfig(Section):
         if ignored:
             raise ValueError(
                 f"{', '.join(ignored)} would be ignored by train.schedule={self.schedule}; remove "
-                f"{'it' if len(ignored) == 1 else 'them'}, or set train.schedule="
-                f"{'wsd' if names else 'linear, cosine or wsd'}"
+                f"{'it' if len(ignored) == 1 else 'them'}, or set "
+                f"train.schedule={'wsd' if names else 'linear, cosine or wsd'}"
             )
         if self.schedule != "constant" and self.warmup_steps >= self.num_schedule_steps:
             steps = "train.total_steps" if self.schedule_steps is None else "train.schedule_steps"

@@ -159,10 +159,10 @@ class TrainingConfig(Section):
         max_drawn = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
         if 0 < max_drawn < self.train.train_prompts:
             raise ValueError(
-                f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
-                f"{self.sampler.max_num_gen_batches} = {max_drawn} prompts can never fill "
-                "train.train_prompts="
-                f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
+                f"sampler.gen_prompts={self.sampler.gen_prompts} x "
+                f"sampler.max_num_gen_batches={self.sampler.max_num_gen_batches} = {max_drawn} "
+                f"prompts can never fill train.train_prompts={self.train.train_prompts}; raise "
+                "one of the two or lower train.train_prompts"
             )
         return self
 

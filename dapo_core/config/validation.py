@@ -9,6 +9,7 @@ from pydantic import model_validator
 from dapo_core.config.fields import Section, key, volatile
 
 SamplingSource = Literal["settings", "model"]
+SAMPLING_SOURCES = "settings: this section's temperature, top_p, top_k; model: generation_config's."
 
 
 class ValidationConfig(Section):
@@ -18,10 +19,7 @@ class ValidationConfig(Section):
     before_training: bool = key(False, "Also validate before the first step, as step 0.")
     num_prompts: int | None = key(None, "Use the first held-out prompts only; unset: all.", ge=1)
     num_samples: int = key(1, "Responses per prompt (N of mean@N, best@N, maj@N).", ge=1, le=1024)
-    sampling: SamplingSource = key(
-        "settings",
-        "settings: this section's temperature, top_p, top_k; model: generation_config's.",
-    )
+    sampling: SamplingSource = key("settings", SAMPLING_SOURCES)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)

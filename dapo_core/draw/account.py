@@ -10,8 +10,7 @@ from dapo_core.draw.groups import Group, Rollout
 
 Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus"]
 FATES: tuple[Fate, ...] = get_args(Fate)
-# the last: other equal values
-NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")
+NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")  # all_equal: other values
 WITH_LENGTHS = ("finished", "kept", "surplus")  # sets whose response lengths are reported
 
 
@@ -70,12 +69,9 @@ class TokenAccount:
         self.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
         self.lengths["finished"].add(group.rollouts)
         if group.prompt.dataset:
-            scored = [
-                (rollout.score, rollout.verdict == "right")
-                for rollout in group.rollouts
-                if rollout.is_scored
-            ]
-            self.scores.setdefault(group.prompt.dataset, []).extend(scored)
+            scored = [rollout for rollout in group.rollouts if rollout.is_scored]
+            values = self.scores.setdefault(group.prompt.dataset, [])
+            values += [(rollout.score, rollout.verdict == "right") for rollout in scored]
 
     @property
     def num_finished(self) -> int:

@@ -57,11 +57,8 @@ class Group:
     def metric(self, name: str) -> list[float]:
         """Return the filter metric of each scored rollout: acc, score, or its reward."""
         scored = [rollout for rollout in self.rollouts if rollout.is_scored]
-        if name == "acc":
-            return [rollout.acc for rollout in scored]
-        if name == "score":
-            return [rollout.score for rollout in scored]
-        return [rollout.reward for rollout in scored]
+        attribute = name if name in ("acc", "score") else "reward"
+        return [getattr(rollout, attribute) for rollout in scored]
 
 
 @dataclass(frozen=True)

@@ -53,27 +53,19 @@ class TokenizedPrompts:
         self.data_sources: list[str] = about["data_sources"]
         self._file = pa.ipc.open_file(pa.memory_map(str(folder / ROWS_FILE)))
         self._max_prompt_tokens = max_prompt_tokens
-        batches = [
-            self._file.get_batch(number)["prompt_ids"]
-            for number in range(self._file.num_record_batches)
-        ]
+        batches = [self._file.get_batch(n) for n in range(self._file.num_record_batches)]
         self._firsts = np.cumsum([0, *map(len, batches)])  # first row of each batch
-        # tokens of every row
-        self.lengths = np.concatenate([ids.value_lengths().to_numpy() for ids in batches])
+        lengths = [batch["prompt_ids"].value_lengths().to_numpy() for batch in batches]
+        self.lengths = np.concatenate(lengths)  # tokens of every row
         is_long = self.lengths > max_prompt_tokens
         treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train")
         self._rows = np.flatnonzero(~is_long if too_long == "drop" else np.ones_like(is_long))
         names, weights = zip(*about["sets"], strict=True)
         self._datasets = names if len(names) > 1 else ("",)
-        batches = [
-            self._file.get_batch(number)["set"] for number in range(self._file.num_record_batches)
-        ]
-        numbers = np.concatenate([batch.to_numpy() for batch in batches])[self._rows]
+        numbers = np.concatenate([batch["set"].to_numpy() for batch in batches])[self._rows]
         # (weight, prompt indices) of each set; sets whose prompts are all dropped are left out.
-        self.sets = [
-            (weight, np.flatnonzero(numbers == place)) for place, weight in enumerate(weights)
-        ]
-        self.sets = [(weight, rows) for weight, rows in self.sets if len(rows)]
+        rows = [np.flatnonzero(numbers == place) for place in range(len(weights))]
+        self.sets = [pair for pair in zip(weights, rows, strict=True) if len(pair[1])]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -81,16 +73,14 @@ class TokenizedPrompts:
     def __getitem__(self, index: int) -> Prompt:
         row = int(self._rows[index])
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        fields = (
-            self._file.get_batch(number).slice(row - int(self._firsts[number]), 1).to_pylist()[0]
-        )
+        offset = row - int(self._firsts[number])
+        fields = self._file.get_batch(number).slice(offset, 1).to_pylist()[0]
         prompt_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
         extra_info = json.loads(fields.pop("extra_info"))
         number = fields.pop("set")
         dataset = self._datasets[number if len(self._datasets) > 1 else 0]
-        return Prompt(
-            index=row, prompt_ids=prompt_ids, extra_info=extra_info, dataset=dataset, **fields
-        )
+        own = {"index": row, "prompt_ids": prompt_ids, "extra_info": extra_info}
+        return Prompt(**own, dataset=dataset, **fields)
 
 
 def treat_too_long(
@@ -108,13 +98,10 @@ def treat_too_long(
         f"data.max_prompt_tokens={max_prompt_tokens} (longest {lengths.max()} tokens)"
     )
     if too_long == "error" or (num_long == len(lengths) and too_long == "drop"):
+        can_drop = num_long < len(lengths) and key == "data.train"
         raise DataError(
             f"{summary}; raise data.max_prompt_tokens, or shorten them in the sets of {key}"
-            + (
-                ", or set data.too_long=drop"
-                if num_long < len(lengths) and key == "data.train"
-                else ""
-            )
+            + (", or set data.too_long=drop" if can_drop else "")
         )
     action = "dropped" if too_long == "drop" else "truncated to their last tokens"
     logger.warning("%s and are %s (data.too_long=%s)", summary, action, too_long)
@@ -158,12 +145,8 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next prompts; crosses epoch boundaries."""
-        taken = [
-            self.prompts[self._row(position)]
-            for position in range(self.position, self.position + count)
-        ]
-        self.position += count
-        return taken
+        first, self.position = self.position, self.position + count
+        return [self.prompts[self._row(position)] for position in range(first, self.position)]
 
     def _row(self, position: int) -> int:
         """Return the index of the prompt at a position."""

@@ -98,8 +98,8 @@ def _hint(account: TokenAccount) -> str:
         )
     return (
         f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo "
-        "doctor CONFIG` "
-        "shows both), or the prompts are too hard: use easier ones, or raise rollout.group_size"
+        "doctor CONFIG` shows both), or the prompts are too hard: use easier ones, or raise "
+        "rollout.group_size"
     )
 
 
@@ -182,6 +182,4 @@ def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str
             f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or "
             "raise sampler.max_seconds_without_kept"
         )
-    return RolloutError(
-        f"{message} No group finished in this time. {STALL_ADVICE}",
-    )
+    return RolloutError(f"{message} No group finished in this time. {STALL_ADVICE}")

@@ -113,10 +113,8 @@ class Sampler:
     ) -> None:
         """Resample the prompts of these groups in step `step`, discarding their responses."""
         items: list[Group | GroupRequest] = [*surplus, *unfinished]
-        prompts = {item.group_id: item.prompt for item in items}
-        self.unfinished = [
-            GroupRequest(number, prompts[number], step) for number in sorted(prompts)
-        ]
+        items.sort(key=lambda item: item.group_id)
+        self.unfinished = [GroupRequest(item.group_id, item.prompt, step) for item in items]
 
     def _chosen(self, state: _DrawState) -> list[int]:
         """Return the ids of the groups that are certain to be trained on; at most P."""

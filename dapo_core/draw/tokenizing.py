@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 PROMPTS_FOLDER = ".prompts"  # in the training output; removed when training ends
 LENGTHS_FILE = "prompt_lengths.json"
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # for a chat template
-FORMAT = 2  # of the file; increment it to tokenize again
+FORMAT = 3  # of the file; increment it to tokenize again
 BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
@@ -70,18 +70,17 @@ def tokenize_prompts(
     datasets = {problem.dataset for problem in problems}
     ids, lengths = _encode(tokenizer, _render(tokenizer, problems, template_kwargs))
     treat_too_long(lengths, max_prompt_tokens, "error", "data.eval")
+    prompt_ids = np.split(ids, np.cumsum(lengths)[:-1])
     return [
         Prompt(
             index=index,
-            prompt_ids=tuple(prompt_ids.tolist()),
+            prompt_ids=tuple(prompt_ids[index].tolist()),
             data_source=str(problem.data_source),
             ground_truth=problem.gold,
             extra_info=json.loads(json.dumps(problem.extra_info)),
             dataset=problem.dataset if len(datasets) > 1 else "",
         )
-        for index, (problem, prompt_ids) in enumerate(
-            zip(problems, np.split(ids, np.cumsum(lengths)[:-1]), strict=True)
-        )
+        for index, problem in enumerate(problems)
     ]
 
 
@@ -123,23 +122,19 @@ def describe_lengths(
 
     `counts[i]` prompts have `edges[i]` to `edges[i + 1]` - 1 tokens.
     """
-    percentile_99 = np.percentile(lengths, 99, method="inverted_cdf")
-    width = int(percentile_99) // (NUM_BINS - 1) + 1
+    quantiles = np.percentile(lengths, QUANTILES, method="inverted_cdf").astype(int).tolist()
+    width = quantiles[-1] // (NUM_BINS - 1) + 1
     counts = np.bincount(np.minimum(lengths // width, NUM_BINS - 1))
+    last_edge = max(width * len(counts), int(lengths.max()) + 1)
     return {
         "num_prompts": len(lengths),
         "mean": float(lengths.mean()),
-        "quantiles": {
-            str(q): int(np.percentile(lengths, q, method="inverted_cdf")) for q in QUANTILES
-        },
+        "quantiles": dict(zip(map(str, QUANTILES), quantiles, strict=True)),
         "max": int(lengths.max()),
         "max_prompt_tokens": max_prompt_tokens,
         "too_long": too_long,
         "num_too_long": int((lengths > max_prompt_tokens).sum()),
-        "edges": [
-            *range(0, width * len(counts), width),
-            max(width * len(counts), int(lengths.max()) + 1),
-        ],
+        "edges": [*range(0, width * len(counts), width), last_edge],
         "counts": counts.tolist(),
     }
 
@@ -150,32 +145,24 @@ def require_template_reads(
     key: str = "rollout.chat_template_kwargs",
 ) -> None:
     """Raise ConfigError for an argument that the model's chat template does not read."""
-    words = (
-        set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template())))
-        if template_kwargs
-        else set()
-    )
-    for name in template_kwargs:
-        if name not in words:
-            near = difflib.get_close_matches(name, words, n=1)
-            raise ConfigError(
-                f"{key}.{name} has no effect: the model's chat template does not read it"
-                + (f" (did you mean {near[0]}?)" if near else "; remove it")
-            )
+    if not template_kwargs:
+        return
+    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template())))
+    for name in sorted(template_kwargs.keys() - words):
+        near = difflib.get_close_matches(name, words, n=1)
+        raise ConfigError(
+            f"{key}.{name} has no effect: the model's chat template does not read it"
+            + (f" (did you mean {near[0]}?)" if near else "; remove it")
+        )
 
 
 def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
     """Return a digest of what the tokens depend on: rows and the model's other files."""
-    parts = [
-        f"{FORMAT}",
-        *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")),
-    ]
-    parts.append(json.dumps(dict(template_kwargs), sort_keys=True))
-    parts += [file_digest(file) for file in files_of(path)]
-    parts += [
-        f"{file.relative_to(model_path)} {file_digest(file)}" for file in model_files(model_path)
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    parts: list[Any] = [FORMAT, *map(metadata.version, ("transformers", "tokenizers"))]
+    parts.append(dict(template_kwargs))
+    parts += map(file_digest, files_of(path))
+    parts += [(str(f.relative_to(model_path)), file_digest(f)) for f in model_files(model_path)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _tokenize_file(
@@ -191,17 +178,14 @@ def _tokenize_file(
     sets: dict[tuple[str, float], int] = {}  # name and weight -> number
     with pa.OSFile(str(partial / ROWS_FILE), "wb") as sink, contextlib.ExitStack() as stack:
         writer = None
-        for problems, (ids, lengths) in _encoded(
-            _batches(_problems(path)), tokenizer, template_kwargs
-        ):
+        batches = _batches(_problems(path))
+        for problems, (ids, lengths) in _encoded(batches, tokenizer, template_kwargs):
+            names = [(problem.dataset, problem.weight) for problem in problems]
             columns: dict[str, list[Any]] = {
                 "data_source": [str(problem.data_source) for problem in problems],
                 "ground_truth": [problem.gold for problem in problems],
                 "extra_info": [json.dumps(problem.extra_info) for problem in problems],
-                "set": [
-                    sets.setdefault((problem.dataset, problem.weight), len(sets))
-                    for problem in problems
-                ],
+                "set": [sets.setdefault(name, len(sets)) for name in names],
             }
             digest.update(ids.tobytes() + lengths.tobytes() + json.dumps(columns).encode())
             prompt_ids = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids)
@@ -247,9 +231,8 @@ def _encoded(
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
         previous: tuple[list[Problem], Future[Tokens]] | None = None
         for problems in batches:
-            encoding = thread.submit(
-                _encode, tokenizer, _render(tokenizer, problems, template_kwargs)
-            )
+            texts = _render(tokenizer, problems, template_kwargs)
+            encoding = thread.submit(_encode, tokenizer, texts)
             if previous is not None:
                 yield previous[0], previous[1].result()
             previous = problems, encoding
@@ -267,10 +250,8 @@ def _render(
 
     chats = [[dict(message) for message in problem.messages or ()] for problem in problems]
     try:
-        texts = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=False, **template_kwargs
-        )
-        return list(texts)
+        render: Any = tokenizer.apply_chat_template
+        return render(chats, add_generation_prompt=True, tokenize=False, **template_kwargs)
     except TemplateError as error:
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
         raise DataError(
@@ -282,6 +263,5 @@ def _render(
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tokens:
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int32), np.array(
-        [len(row) for row in ids], np.int32
-    )
+    lengths = np.array([len(row) for row in ids], np.int32)
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32), lengths

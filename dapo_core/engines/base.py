@@ -248,8 +248,8 @@ class Engine(ABC):
     def _require_idle(self, action: str) -> None:
         if self._rows:
             raise RolloutError(
-                f"cannot {action} while {len(self._rows)} requests are unfinished; finish or abort "
-                "them first"
+                f"cannot {action} while {len(self._rows)} requests are unfinished; finish or "
+                "abort them first"
             )
 
     def _require_awake(self, action: str, needed: AbstractSet[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TypeVar
 
 from dapo_core.engines.base import Engine, GenerationRequest, Response
@@ -48,12 +48,7 @@ class EngineThread:
     def take(self) -> list[Response]:
         """Return the responses finished since the last call."""
         self._raise_failure()
-        responses = []
-        while True:
-            try:
-                responses.append(self._responses.get_nowait())
-            except Empty:
-                return responses
+        return [self._responses.get() for _ in range(self._responses.qsize())]
 
     def run(self, call: Callable[[Engine], Result]) -> Result:
         """Run `call` between two steps and return its result."""

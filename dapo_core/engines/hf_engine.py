@@ -226,18 +226,16 @@ class HuggingFaceEngine(Engine):
         ).logits[:, -1]
         for layer in cache.layers:
             layer.select(numbers)
+        prompt_lengths = [len(row.request.prompt_ids) for row in rows]
+        samplings = [self._sampling_number(row) for row in rows]
         wave = _Batch(
             rows=list(rows),
             cache=cache,
             ids=torch.zeros_like(numbers),
             positions=lengths[numbers],
-            prompt_lengths=torch.tensor(
-                [len(row.request.prompt_ids) for row in rows], device=self._device
-            ),
+            prompt_lengths=torch.tensor(prompt_lengths, device=self._device),
             uniforms=torch.stack([self._uniforms(row.request) for row in rows]).to(self._device),
-            sampling_numbers=torch.tensor(
-                [self._sampling_number(row) for row in rows], device=self._device
-            ),
+            sampling_numbers=torch.tensor(samplings, device=self._device),
         )
         finished = self._sample(wave, logits[numbers])
         if self._batch is None:
@@ -275,27 +273,22 @@ class HuggingFaceEngine(Engine):
             position_ids=batch.positions.unsqueeze(-1),
             past_key_values=batch.cache,
         ).logits[:, -1]
-        batch.positions = batch.positions + torch.tensor(
-            [row is not None for row in batch.rows]
-        ).to(self._device)
+        is_live = [row is not None for row in batch.rows]
+        batch.positions = batch.positions + torch.tensor(is_live).to(self._device)
         finished = self._sample(batch, logits)
         self._shrink()
         return finished
 
     def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
         """Sample each row's next token; returns finished responses."""
-        numbers = (batch.positions - batch.prompt_lengths).clamp(
-            max=self.settings.max_response_tokens - 1
-        )
+        last = self.settings.max_response_tokens - 1
+        numbers = (batch.positions - batch.prompt_lengths).clamp(max=last)
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = _sample_tokens(
-            logits, chances, batch.sampling_numbers, self._samplings
-        )
+        samplings = batch.sampling_numbers, self._samplings
+        batch.ids, log_probs = _sample_tokens(logits, chances, *samplings)
         finished = []
-        for index, (token, log_prob) in enumerate(
-            zip(batch.ids.tolist(), log_probs.tolist(), strict=True)
-        ):
-            row = batch.rows[index]
+        sampled = zip(batch.rows, batch.ids.tolist(), log_probs.tolist(), strict=True)
+        for index, (row, token, log_prob) in enumerate(list(sampled)):
             if row is None:
                 continue
             row.response_ids.append(token)
@@ -324,33 +317,29 @@ class HuggingFaceEngine(Engine):
 
     def _uniforms(self, request: GenerationRequest) -> torch.Tensor:
         generator = torch.Generator().manual_seed(request.seed)
-        return torch.rand(
-            self.settings.max_response_tokens, dtype=torch.float64, generator=generator
-        )
+        size = self.settings.max_response_tokens
+        return torch.rand(size, dtype=torch.float64, generator=generator)
 
     def _rows_that_fit(self) -> int:
         """Return how many full-length sequences fit into the cache; raises RolloutError if none."""
         config = self._model.config.get_text_config()
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token_bytes = (
-            2 * config.num_hidden_layers * num_heads * head_dim * self._model.dtype.itemsize
-        )
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        token_bytes = 2 * config.num_hidden_layers * width * self._model.dtype.itemsize
         available, key = self.settings.memory_bytes, "rollout.memory_gigabytes"
         if self._device.type != "cpu":
             free, total = getattr(torch, self._device.type).mem_get_info(self._device)
             available = int(free - (1 - self.settings.memory_utilization) * total)
             key = "rollout.memory_utilization"
-        num_rows = available // (token_bytes * self.settings.max_model_tokens)
-        if num_rows < 1:
+        row_bytes = token_bytes * self.settings.max_model_tokens
+        if available < row_bytes:
             raise RolloutError(
-                f"one sequence of {self.settings.max_model_tokens} tokens needs "
-                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, but only "
-                f"{available} are free; raise {key} or lower rollout.max_response_tokens"
+                f"one sequence of {self.settings.max_model_tokens} tokens needs {row_bytes} bytes "
+                f"of cache, but only {available} are free; raise {key} or lower "
+                "rollout.max_response_tokens"
             )
-        return num_rows
+        return available // row_bytes
 
 
 def _sample_tokens(
@@ -382,9 +371,8 @@ def _sample_rows(
         log_probs = logits.log_softmax(dim=-1)
         ids = logits.argmax(dim=-1)
     else:
-        log_probs = _filter_logits(
-            logits / sampling.temperature, sampling.top_k, sampling.top_p
-        ).log_softmax(dim=-1)
+        logits = _filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        log_probs = logits.log_softmax(dim=-1)
         cumulative = log_probs.double().exp().cumsum(dim=-1)
         # Rounding must not raise the target to the total, which is outside every token's interval.
         targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
@@ -409,9 +397,7 @@ def _tokens_so_far(row: Row) -> tuple[int, ...]:
     return (*row.request.prompt_ids, *row.response_ids)
 
 
-def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Concatenate tensors [N, heads, L, D] along N; the shorter one is padded at the front."""
-    length = max(first.shape[-2], second.shape[-2])
-    return torch.cat(
-        [functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)]
-    )
+def _stack(*parts: torch.Tensor) -> torch.Tensor:
+    """Concatenate tensors [N, heads, L, D] along N; shorter ones are padded at the front."""
+    length = max(part.shape[-2] for part in parts)
+    return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])

@@ -21,6 +21,7 @@ from dapo_core.engines.base import (
     Engine,
     EnginePart,
     EngineSettings,
+    FinishReason,
     GenerationRequest,
     Response,
     Row,
@@ -94,9 +95,8 @@ class VllmEngine(Engine):
             row.rollout_log_probs += _chosen(new.logprobs, new.token_ids)
             if output.finished:
                 del self._rows[output.request_id]
-                responses.append(
-                    row.response("length" if new.finish_reason == "length" else "stop")
-                )
+                reason: FinishReason = "length" if new.finish_reason == "length" else "stop"
+                responses.append(row.response(reason))
         return responses
 
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -138,15 +138,13 @@ class VllmEngine(Engine):
                 # implied by prompt_logprobs; set so that all parts schedule alike
                 skip_reading_prefix_cache=True,
             )
-        positions: dict[int, Any] = {}
-        while len(positions) < len(sequences):
-            positions |= {
-                int(output.request_id): output.prompt_logprobs for output in self._engine.step()
-            }
+        found: dict[int, Any] = {}
+        while len(found) < len(sequences):
+            found |= {int(done.request_id): done.prompt_logprobs for done in self._engine.step()}
+        if not self._is_last_stage:
+            return [[] for _ in sequences]
         return [
-            _chosen(positions[number][len(prompt_ids) :], response_ids)
-            if self._is_last_stage
-            else []
+            _chosen(found[number][len(prompt_ids) :], response_ids)
             for number, (prompt_ids, response_ids) in enumerate(sequences)
         ]
 
@@ -235,14 +233,10 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
-            shapes.update(
-                {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-            )
+            for name in tensors.keys():  # noqa: SIM118
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
     if not shapes:
-        raise ModelError(
-            f"{model_path} has no *.safetensors; set model.path to a folder with safetensors "
-            "weights"
-        )
+        raise ModelError(f"{model_path} has no *.safetensors; set model.path to a folder that has")
     return shapes
 
 
@@ -266,9 +260,7 @@ def _start(
 
     from dapo_core.weights import vllm_transfer
 
-    parts: dict[str, Any] = (
-        {} if part is None else {"distributed_executor_backend": "external_launcher"}
-    )
+    parts: Any = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
             EngineArgs(
@@ -345,9 +337,8 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
     if part is None:
         return LLMEngine.from_engine_args(arguments)
     rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank
-    return LLMEngine(
-        arguments.create_engine_config(), _executor(part.address, rank), log_stats=False
-    )
+    executor = _executor(part.address, rank)
+    return LLMEngine(arguments.create_engine_config(), executor, log_stats=False)
 
 
 def _executor(address: str, rank: int) -> Any:

@@ -65,11 +65,8 @@ def require_sampled_alike(
     to compare.
     """
     is_fresh = batch.response_mask & ~batch.is_stale
-    if (
-        not config.rollout.samples_among_all
-        or config.algorithm.old_log_probs == "engine"
-        or not is_fresh.any()
-    ):
+    is_comparable = config.rollout.samples_among_all and config.algorithm.old_log_probs == "policy"
+    if not is_comparable or not is_fresh.any():
         return
     if not_finite := int((~log_probs[is_fresh].isfinite()).sum()):
         raise RolloutError(
@@ -103,6 +100,5 @@ def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> f
             f"an engine returned {len(values)} log-probs for a probe of {len(expected)} response "
             "tokens, so its weights cannot be verified; try another rollout.engine"
         )
-    return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(
-        len(values), 1
-    )
+    differences = [abs(one - other) for one, other in zip(expected, values, strict=True)]
+    return sum(differences) / max(len(differences), 1)

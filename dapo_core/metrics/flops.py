@@ -38,8 +38,7 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
         projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers)
     )
     attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
-    # multiply-adds per pair: its score, and its share of the value
-    width = 2 * num_heads * head_dim
+    width = 2 * num_heads * head_dim  # multiply-adds per pair: its score, its share of the value
     attention = config.num_hidden_layers * width * attended
     head = config.vocab_size * config.hidden_size * num_logits
     return float(3 * 2 * (weights * lengths.sum() + attention + head))
@@ -71,9 +70,7 @@ class ActorUtilization:
         if peak is None:
             missing = f"the peak FLOP rate of {device_name} is unknown"
         elif dtype != torch.bfloat16:
-            missing = (
-                f"peak FLOP rates are known for torch.bfloat16, but the policy computes in {dtype}"
-            )
+            missing = f"peak FLOP rates are known for bfloat16, but the policy computes in {dtype}"
         elif training_flops(config, np.ones(1), 1) is None:
             missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
         else:

@@ -47,22 +47,16 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
     for name, scored in account.scores.items():
         if scored:
             score, acc = np.mean(scored, axis=0)
-            counts |= {
-                f"train-core/{name}/score/mean": float(score),
-                f"train-core/{name}/acc/mean": float(acc),
-            }
-    spans = [
-        span for group in draw.groups for rollout in group.rollouts for span in rollout.versions
-    ]
-    if spans:
+            counts[f"train-core/{name}/score/mean"] = float(score)
+            counts[f"train-core/{name}/acc/mean"] = float(acc)
+    rollouts = [rollout for group in draw.groups for rollout in group.rollouts]
+    if spans := [span for rollout in rollouts for span in rollout.versions]:
         versions, num_tokens = np.array(spans).T
-        counts["sampler/staleness/mean"] = float(
-            policy_version - np.average(versions, weights=num_tokens)
-        )
+        mean = np.average(versions, weights=num_tokens)
+        stale = num_tokens[versions < policy_version].sum()
+        counts["sampler/staleness/mean"] = float(policy_version - mean)
         counts["sampler/staleness/max"] = float(policy_version - versions.min())
-        counts["sampler/staleness/token_ratio"] = float(
-            num_tokens[versions < policy_version].sum() / num_tokens.sum()
-        )
+        counts["sampler/staleness/token_ratio"] = float(stale / num_tokens.sum())
     return {
         **counts,
         "sampler/carried_out_groups": float(account.carried_out_groups),
@@ -107,10 +101,12 @@ def response_metrics(
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
-    prompt_lengths = np.array(
-        [len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts]
-    )
+    prompts = [len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts]
+    prompt_lengths = np.array(prompts)
     verdicts = [rollout.verdict for rollout in rollouts]
+    is_truncated = [rollout.is_truncated for rollout in rollouts]
+    is_penalised = [rollout.overlong_penalty < 0 for rollout in rollouts]
+    counts = {name: verdicts.count(name) for name in get_args(Verdict)}
     answered = response_lengths > 0
     scored = answered & np.array([rollout.is_scored for rollout in rollouts])
     return {
@@ -119,18 +115,11 @@ def response_metrics(
         **_summary("response_length", response_lengths),
         **_summary("response_length_non_aborted", response_lengths[answered]),
         "response/aborted_ratio": float(1 - answered.mean()),
-        "response_length/clip_ratio": float(
-            np.mean([rollout.is_truncated for rollout in rollouts])
-        ),
+        "response_length/clip_ratio": float(np.mean(is_truncated)),
         **_summary("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
-        "reward/overlong_ratio": float(
-            np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])
-        ),
-        **{
-            f"reward/{name}_ratio": verdicts.count(name) / len(verdicts)
-            for name in get_args(Verdict)
-        },
+        "reward/overlong_ratio": float(np.mean(is_penalised)),
+        **{f"reward/{name}_ratio": count / len(verdicts) for name, count in counts.items()},
         "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
     }
 
@@ -232,10 +221,5 @@ def timing_metrics(
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:
-    if not len(values):
-        return {}
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    kinds = ("mean", "max", "min") if len(values) else ()
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in kinds}

@@ -34,9 +34,8 @@ class PaddedBlock:
 
     num_sequences: int
     num_tokens: int  # of the longest sequence
-    tokens: (
-        torch.Tensor
-    )  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
+    # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
+    tokens: torch.Tensor
 
 
 class Packing:
@@ -74,9 +73,8 @@ class Packing:
             self.blocks.append(
                 PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device))
             )
-        self.positions = torch.from_numpy(positions).to(
-            device
-        )  # [N]: position of each token in the blocks
+        # [N]: position of each token in the blocks
+        self.positions = torch.from_numpy(positions).to(device)
 
 
 @torch.compiler.disable
@@ -94,27 +92,22 @@ def packed_attention(
     With right padding, the causal kernel is exact without a mask. Raises ModelError for
     architectures that modify attention scores.
     """
-    packing, scale, window = (
-        options.get(name) for name in ("packing", "scaling", "sliding_window")
-    )
-    if packing is None or any(
-        options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")
-    ):
-        raise _cannot_pack(module)
+    packing, scale, window = map(options.get, ("packing", "scaling", "sliding_window"))
+    changes = map(options.get, ("softcap", "s_aux", "position_bias"))
+    if packing is None or any(change is not None for change in changes):
+        raise ModelError(
+            f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or "
+            "does not pass its arguments to the attention function, so sequences cannot be "
+            "packed; set model.path to a model of another architecture"
+        )
     packing.layers.add(getattr(module, "layer_idx", -1))
-    query, key, value = (
-        states.squeeze(0).transpose(0, 1) for states in (query, key, value)
-    )  # [n, H, D]
+    states = [part.squeeze(0).transpose(0, 1) for part in (query, key, value)]  # [n, H, D]
     if packing.group is not None:
         repeats = repeats_of_key_heads(key.shape[1], packing.group.size())
-        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-        query, key, value = (
-            tokens_to_heads(states, packing.group) for states in (query, key, value)
-        )
-    attended = torch.cat(
-        [_attend(block, (query, key, value), scale, window, dropout) for block in packing.blocks]
-    )
-    attended = attended.index_select(0, packing.positions)
+        states[1:] = [part.repeat_interleave(repeats, dim=1) for part in states[1:]]
+        states = [tokens_to_heads(part, packing.group) for part in states]
+    parts = [_attend(block, states, scale, window, dropout) for block in packing.blocks]
+    attended = torch.cat(parts).index_select(0, packing.positions)
     if packing.group is not None:
         attended = heads_to_tokens(attended, packing.group)
     return attended.unsqueeze(0), None
@@ -135,11 +128,9 @@ def _attend(
     query, key, value = (
         part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states
     )
-    mask = (
-        _band(block.num_tokens, window, query.device)
-        if window and window < block.num_tokens
-        else None
-    )
+    mask = None
+    if window and window < block.num_tokens:
+        mask = _band(block.num_tokens, window, query.device)
     # Only flash kernels on accelerators support GQA without materializing all scores.
     is_flash = query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     is_flash = is_flash and device_for(query.device.type).shares_key_heads
@@ -161,18 +152,9 @@ def _attend(
 
 def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
     """Return the mask of a sliding window: each token and the `window` - 1 before it."""
-    distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(
-        num_tokens, device=device
-    )
+    positions = torch.arange(num_tokens, device=device)
+    distance = positions.unsqueeze(1) - positions
     return (distance >= 0) & (distance < window)
-
-
-def _cannot_pack(module: nn.Module) -> ModelError:
-    return ModelError(
-        f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or does "
-        "not pass its arguments to the attention function, so sequences cannot be packed; set "
-        "model.path to a model of another architecture"
-    )
 
 
 def sequence_group(sequence_parallel: int) -> ProcessGroup | None:

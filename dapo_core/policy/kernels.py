@@ -39,26 +39,23 @@ def rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + torch.cat((-states[..., half:], states[..., :half]), dim=-1) * sin
 
 
+def _modules(model: nn.Module, suffix: str) -> list[Any]:
+    """Return the modules whose class name ends with the suffix."""
+    return [module for module in model.modules() if type(module).__name__.endswith(suffix)]
+
+
 def _norms(model: nn.Module, operation: Operation) -> int:
-    norms: list[Any] = [
-        module for module in model.modules() if type(module).__name__.endswith("RMSNorm")
-    ]
+    norms = _modules(model, "RMSNorm")
     for norm in norms:
-        norm.forward = lambda states, norm=norm: operation(
-            states, norm.weight, norm.variance_epsilon
-        )
+        norm.forward = lambda x, norm=norm: operation(x, norm.weight, norm.variance_epsilon)
     return len(norms)
 
 
 def _mlps(model: nn.Module, operation: Operation) -> int:
     """Dense MLPs only; fused experts keep transformers' implementation."""
-    mlps: list[Any] = [
-        module for module in model.modules() if type(module).__name__.endswith("MLP")
-    ]
+    mlps = _modules(model, "MLP")
     for mlp in mlps:
-        mlp.forward = lambda states, mlp=mlp: mlp.down_proj(
-            operation(mlp.gate_proj(states), mlp.up_proj(states))
-        )
+        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(operation(mlp.gate_proj(x), mlp.up_proj(x)))
     return len(mlps)
 
 
@@ -66,11 +63,7 @@ def _rotations(model: nn.Module, operation: Operation) -> int:
     """Patches a module-level function: it affects all models of the architecture here."""
 
     def rotate(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        unsqueeze_dim: int = 1,
+        query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return operation(query, cos, sin), operation(key, cos, sin)
@@ -108,19 +101,12 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
     fused = device.fused_kernels()
     architecture = model.config.model_type  # type: ignore[union-attr]
     is_known = architecture in ARCHITECTURES and model.config.hidden_act == "silu"  # type: ignore[union-attr]
-    found = [
-        name
-        for name in KERNELS
-        if name in chosen or ("auto" in chosen and name in fused and is_known)
-    ]
-    for name in found:
+    for name, kernel in KERNELS.items():
+        if name not in chosen and not ("auto" in chosen and name in fused and is_known):
+            continue
         if name in fused:
             require_parity(name, fused[name], device)
-        count = (
-            KERNELS[name].install(model, fused.get(name, KERNELS[name].reference))
-            if is_known
-            else 0
-        )
+        count = kernel.install(model, fused.get(name, kernel.reference)) if is_known else 0
         if not count and name in chosen:
             raise ConfigError(
                 f"train.fused_kernels names {name}, which cannot be replaced in this "
@@ -144,9 +130,8 @@ def require_parity(name: str, fused: Operation, device: Device) -> None:
         )
         results.append([output.detach(), *gradients])
     for actual, expected in zip(*results, strict=True):
-        difference = float(
-            (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
-        )
+        actual, expected = actual.float(), expected.float()
+        difference = float((actual - expected).abs().max() / expected.abs().max())
         if not difference <= MAX_DIFFERENCE:
             others = ",".join(other for other in KERNELS if other != name)
             raise ConfigError(

@@ -47,19 +47,11 @@ class TokenLogProbs(nn.Module):
             packing=row.packing,
         ).last_hidden_state
         predictors = hidden[0].index_select(0, row.predictors)  # [M, hidden]
-        chunks = zip(
-            predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens), strict=True
-        )
+        inputs = (predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens))
+        modes: Any = {"use_reentrant": False, "preserve_rng_state": False}
         parts = [
-            checkpoint(
-                self._chunk,
-                *chunk,
-                temperature,
-                with_entropy,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for chunk in chunks
+            checkpoint(self._chunk, *chunk, temperature, with_entropy, **modes)
+            for chunk in zip(*inputs, strict=True)
         ]
         log_probs, entropy = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropy)
@@ -87,16 +79,13 @@ def load_token_log_probs(
 
     Raises ModelError if a probe of two sequences shows that a layer does not keep them apart.
     """
-    model = load_sharded(
-        model_path,
-        config.train,
-        device,
-        lambda causal_lm: TokenLogProbs(
-            causal_lm, config.train.logits_chunk_tokens, config.algorithm.entropy_coefficient > 0
-        ),
-        is_trainable,
-        config.model.trust_remote_code,
-    )
+    train, has_bonus = config.train, config.algorithm.entropy_coefficient > 0
+
+    def wrap(causal_lm: nn.Module) -> nn.Module:
+        return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus)
+
+    trust_remote_code = config.model.trust_remote_code
+    model = load_sharded(model_path, train, device, wrap, is_trainable, trust_remote_code)
     row = probe_row(device.torch_device(), group)
     with torch.no_grad():
         model(row, 1.0, False)

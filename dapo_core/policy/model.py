@@ -61,9 +61,8 @@ def load_sharded(
     Raises ModelError if the folder's tensors do not match the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
-    causal_lm = empty_causal_lm(
-        model_path, torch.float32 if trainable else dtype, trust_remote_code
-    )
+    stored = torch.float32 if trainable else dtype
+    causal_lm = empty_causal_lm(model_path, stored, trust_remote_code)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
     install_kernels(causal_lm, train.fused_kernels, device)
@@ -76,10 +75,8 @@ def load_sharded(
     if train.compile:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype if trainable and dtype != torch.float32 else None,
-        reduce_dtype=torch.float32,
-    )
+    computed = dtype if trainable and dtype != torch.float32 else None
+    precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
     on_host = CPUOffloadPolicy(pin_memory=device.has_own_memory)
     options: Any = {
         "mesh": _mesh(device, train),
@@ -149,14 +146,12 @@ def _require_same_tensors(
     tied = tied_names(causal_lm)
     # transformers lists the tensors that a model skips only in this private name;
     # test_private_parts.py guards it.
-    ignored = [
-        *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()),
-        COMPUTED_BUFFERS,
-    ]
+    skipped = getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [
         name
         for name in others
-        if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
+        if name not in tied
+        and not any(re.search(pattern, name) for pattern in (*skipped, COMPUTED_BUFFERS))
     ]
     if missing or unexpected:
         raise ModelError(
@@ -173,10 +168,9 @@ def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
     num_ranks = torch.distributed.get_world_size()
     size = train.fsdp_size or num_ranks
     if size == num_ranks:
-        return init_device_mesh(device.kind, (num_ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device.kind, (num_ranks // size, size), mesh_dim_names=("replicate", "shard")
-    )
+        return init_device_mesh(device.kind, (size,), mesh_dim_names=("shard",))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.kind, (num_ranks // size, size), mesh_dim_names=names)
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -216,8 +210,8 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
             f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: "
-            "config.json and "
-            "weights belong to different models; set model.path to an unmodified folder"
+            "config.json and weights belong to different models; set model.path to an unmodified "
+            "folder"
         )
     return stored
 

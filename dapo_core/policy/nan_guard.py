@@ -27,10 +27,10 @@ class _Watch:
         self._handles: list[Any] = []
         for name, module in root.named_modules():
             name = name.removeprefix(PREFIX) or "the policy"
-            self._handles.append(
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._after(name)))
+            self._handles += [
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                module.register_forward_hook(self._after(name)),
+            ]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -41,16 +41,13 @@ class _Watch:
         """Return the first fault, if any."""
         if self.faults or self._gradient is None:
             return self.faults[:1]
+        readers = self._readers
         innermost = [
-            name
-            for name in self._readers
-            if not any(other.startswith(f"{name}.") for other in self._readers)
+            name for name in readers if not any(other.startswith(f"{name}.") for other in readers)
         ]
-        source = (
-            f"the backward pass of {', '.join(innermost)}"
-            if innermost
-            else f"an operation that reads the output of {self._gradient[1]}"
-        )
+        source = f"an operation that reads the output of {self._gradient[1]}"
+        if innermost:
+            source = f"the backward pass of {', '.join(innermost)}"
         return [Fault(2, f"a gradient from {source}")]
 
     def _before(self, name: str) -> Callable[..., None]:
@@ -67,18 +64,12 @@ class _Watch:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 if not _is_finite(tensor):
-                    weights = [
-                        key
-                        for key, one in module.named_parameters(recurse=False)
-                        if not _is_finite(one)
-                    ]
-                    self.faults.append(
-                        Fault(0, f"{weights[0]} of {name}" if weights else f"the output of {name}")
-                    )
+                    weights = module.named_parameters(recurse=False)
+                    part = next((key for key, one in weights if not _is_finite(one)), "the output")
+                    self.faults.append(Fault(0, f"{part} of {name}"))
                 elif tensor.requires_grad:
-                    self._handles.append(
-                        tensor.register_hook(self._backward(name, is_reader=False))
-                    )
+                    backward = self._backward(name, is_reader=False)
+                    self._handles.append(tensor.register_hook(backward))
 
         return hook
 
@@ -115,12 +106,10 @@ def _gradient_fault(model: nn.Module, rank: int) -> Fault:
     """Return the first weight with a non-finite gradient, summed over ranks."""
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _is_finite(local_part(weight.grad)):
-            return Fault(
-                3, f"the gradient of {name.removeprefix(PREFIX)}, a sum over ranks", rank=rank
-            )
-    return Fault(
-        4, "not reproduced when the update ran again: a kernel or the device is not deterministic"
-    )
+            weight_name = name.removeprefix(PREFIX)
+            return Fault(3, f"the gradient of {weight_name}, a sum over ranks", rank=rank)
+    reason = "not reproduced when the update ran again: a kernel or the device is not deterministic"
+    return Fault(4, reason)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -87,9 +87,7 @@ class Offloader:
 
     def local_tensors(self, name: str) -> list[torch.Tensor]:
         """Return this rank's shards of all weights, or of the optimizer state."""
-        tensors: list[Any] = [
-            parameter for model in self.models for parameter in model.parameters()
-        ]
+        tensors: list[Any] = [each for model in self.models for each in model.parameters()]
         if name == OPTIMIZER:
             tensors = [value for state in self.optimizer.state.values() for value in state.values()]
         return [local_part(tensor) for tensor in tensors]

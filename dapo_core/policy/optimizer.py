@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -11,9 +10,6 @@ import torch
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
-
-
-logger = logging.getLogger(__name__)
 
 
 def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim.AdamW:

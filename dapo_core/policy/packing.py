@@ -44,9 +44,8 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
 
     If the row does not divide evenly, padding is appended as a separate sequence.
     """
-    num_ranks, rank = (
-        (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    )
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
     counts = batch.prompt_lengths + batch.response_lengths
     num_padding = int(-counts.sum() % num_ranks)
     columns = torch.arange(batch.token_ids.shape[1])

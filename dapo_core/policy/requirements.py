@@ -34,21 +34,19 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     text_config = model_config.get_text_config()
     name = model_config.model_type
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = (
-            "is multimodal, but training supports text only" if _is_multimodal(model_config) else ""
-        )
-        raise ModelError(
-            f"{name} {reason or 'is not a causal language model in transformers'}; set model.path "
-            "to a text model such as Qwen3"
-        )
+        parts = ("vision_config", "audio_config", "thinker_config")
+        reason = "is not a causal language model in transformers"
+        if any(hasattr(model_config, part) for part in parts):
+            reason = "is multimodal, but training supports text only"
+        raise ModelError(f"{name} {reason}; set model.path to a text model such as Qwen3")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if others or not model_class._supports_attention_backend:
         layers = f"has layers of type {', '.join(sorted(others))}" if others else ""
         raise ModelError(
             f"{name} {layers or 'does not support custom attention'}, so its sequences cannot be "
-            "packed into one "
-            "row; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
+            "packed into one row; set model.path to an architecture such as Qwen2, Qwen3, "
+            "Qwen3-MoE or Llama"
         )
     changes = {
         key: value
@@ -64,8 +62,8 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     if text_config.num_attention_heads % sequence_parallel:
         raise ModelError(
             f"{name} has {text_config.num_attention_heads} attention heads, which do not divide "
-            "evenly over "
-            f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
+            f"evenly over train.sequence_parallel={sequence_parallel} ranks; lower "
+            "train.sequence_parallel"
         )
 
 
@@ -80,10 +78,8 @@ def require_averages(device: torch.device) -> None:
     rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
     values = torch.full((num_ranks,), float(rank), device=device)
     average = torch.empty(1, device=device)
-    # Newer torch versions deprecate the old name.
-    reduce_scatter = getattr(
-        distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
-    )
+    old = distributed.reduce_scatter_tensor  # deprecated in newer versions of torch
+    reduce_scatter = getattr(distributed, "reduce_scatter_single", old)
     reduce_scatter(average, values, op=distributed.ReduceOp.AVG)
     expected = (num_ranks - 1) / 2
     if abs(average.item() - expected) > 1e-6 * num_ranks:
@@ -93,9 +89,3 @@ def require_averages(device: torch.device) -> None:
             "so gradients would be wrong by that factor; install a torch version from "
             "requirements/"
         )
-
-
-def _is_multimodal(model_config: PretrainedConfig) -> bool:
-    return any(
-        hasattr(model_config, name) for name in ("vision_config", "audio_config", "thinker_config")
-    )

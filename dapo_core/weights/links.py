@@ -55,13 +55,8 @@ class SharedMemory:
         self._map = mmap.mmap(file, size)
         self._counters = torch.frombuffer(self._map, dtype=torch.int64, count=1 + num_readers)
         self.slots = [
-            torch.frombuffer(
-                self._map,
-                dtype=dtype,
-                count=slot_numel,
-                offset=self._header_bytes + number * self._stride,
-            )
-            for number in range(num_slots if slot_numel else 0)
+            torch.frombuffer(self._map, dtype=dtype, count=slot_numel, offset=offset)
+            for offset in range(self._header_bytes, size, self._stride or page)
         ]
 
     @classmethod
@@ -112,9 +107,8 @@ class SharedMemory:
     def free_slots(self) -> None:
         """Return the slots' pages to the system; they read as zero afterwards."""
         if self.slots:
-            self._map.madvise(
-                mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes
-            )
+            size = len(self._map) - self._header_bytes
+            self._map.madvise(mmap.MADV_REMOVE, self._header_bytes, size)
 
 
 def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
@@ -125,10 +119,8 @@ def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
     count = min(NUM_SLOTS, len(plan.buckets))
     if device.type != "cpu":
         return [torch.empty(plan.slot_numel, dtype=plan.dtype, device=device) for _ in range(count)]
-    maps = [
-        mmap.mmap(-1, plan.slot_numel * plan.dtype.itemsize, flags=mmap.MAP_PRIVATE)
-        for _ in range(count)
-    ]
+    size = plan.slot_numel * plan.dtype.itemsize
+    maps = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) for _ in range(count)]
     for memory in maps:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return [torch.frombuffer(memory, dtype=plan.dtype) for memory in maps]

@@ -48,10 +48,9 @@ class Outbox:
     def slot(self) -> torch.Tensor:
         """Return the slot for the next bucket, [plan.slot_numel], to be overwritten."""
         if not self._slots:
-            device = self._device.torch_device()
-            self._slots = (
-                new_slots(self._plan, device) if self._has_own_slots else self._memory.slots
-            )
+            self._slots = self._memory.slots
+            if self._has_own_slots:
+                self._slots = new_slots(self._plan, self._device.torch_device())
         while len(self._works) >= NUM_SLOTS:
             self._works.pop(0).wait()
         self._wait_taken(self._number + 1 - NUM_SLOTS)
@@ -63,10 +62,8 @@ class Outbox:
             self._device.synchronize()
             write_handle(self._current(), self._memory.slots[self._number % NUM_SLOTS])
         if self._group is not None:
-            bucket = self._current()[:numel]
-            self._works.append(
-                self._group.broadcast([bucket], torch.distributed.BroadcastOptions())
-            )
+            options = torch.distributed.BroadcastOptions()
+            self._works.append(self._group.broadcast([self._current()[:numel]], options))
         self._number += 1
         self._memory.publish(self._number)
 

@@ -66,10 +66,7 @@ def merge_checksums(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksu
     for rank_parts in parts:
         for name, numbered in rank_parts.items():
             merged.setdefault(name, {}).update(numbered)
-    return {
-        name: tuple(numbered[number] for number in sorted(numbered))
-        for name, numbered in merged.items()
-    }
+    return {name: tuple(dict(sorted(found.items())).values()) for name, found in merged.items()}
 
 
 def require_arrived(
@@ -84,17 +81,14 @@ def require_arrived(
         )
     for process, result in loaded.items():
         missing = [name for name in sent if name not in result.checksums]
-        if missing:
-            raise RolloutError(
-                f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy "
-                f"version {policy_version}: {_ADVICE}"
+        wrong = [name for name in result.checksums if result.checksums[name] != sent.get(name)]
+        if missing or wrong:
+            fault = (
+                "did not load" if missing else "loaded other bytes than the policy ranks sent for"
             )
-        wrong = [name for name in sent if result.checksums[name] != sent[name]]
-        if wrong:
             raise RolloutError(
-                f"{process} loaded different bytes than the policy ranks sent for "
-                f"{sample_of(wrong)} of "
-                f"{len(sent)} tensors of policy version {policy_version}: {_ADVICE}"
+                f"{process} {fault} {sample_of(missing or wrong)} of {len(sent)} tensors of policy "
+                f"version {policy_version}: {_ADVICE}"
             )
         if result.policy_version != policy_version:
             raise RolloutError(

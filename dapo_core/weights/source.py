@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -76,7 +77,7 @@ class WeightSource:
         slot: torch.Tensor | None,
     ) -> dict[str, dict[int, int]]:
         """Fill rank 0's slot with a bucket; returns the checksums of this rank's rows."""
-        rank = torch.distributed.get_rank()
+        rank = dist.get_rank()
         sent: dict[str, dict[int, int]] = {}
         transfers = []
         for planned in bucket:
@@ -86,23 +87,16 @@ class WeightSource:
                 start = planned.offset + part.first_row * row_numel
                 stop = start + part.num_rows * row_numel
                 if part.rank == rank:
-                    rows = (
-                        _own_rows(parameters[name], piece)
-                        .to(self._device, self.plan.dtype)
-                        .reshape(-1)
-                    )
+                    rows = _own_rows(parameters[name], piece).to(self._device, self.plan.dtype)
+                    rows = rows.reshape(-1)
                     sent.setdefault(planned.name, {})[part.number] = checksum(rows)
                     if slot is None:
-                        transfers.append(torch.distributed.P2POp(torch.distributed.isend, rows, 0))
+                        transfers.append(dist.P2POp(dist.isend, rows, 0))
                     else:
                         slot[start:stop].copy_(rows)
                 elif slot is not None:
-                    transfers.append(
-                        torch.distributed.P2POp(
-                            torch.distributed.irecv, slot[start:stop], part.rank
-                        )
-                    )
-        for work in torch.distributed.batch_isend_irecv(transfers) if transfers else []:
+                    transfers.append(dist.P2POp(dist.irecv, slot[start:stop], part.rank))
+        for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return sent
 
@@ -110,9 +104,8 @@ class WeightSource:
         for file_name, (name, piece) in self._pieces.items():
             parameter = parameters[name]
             shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
-            yield PlannedTensor(
-                file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter)
-            )
+            rows = shard_rows(parameter) if piece.expert is None else shape[0]
+            yield PlannedTensor(file_name, shape, rows)
 
 
 def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:

@@ -138,7 +138,7 @@ def test_each_engine_is_compared_with_the_sent_weights() -> None:
     for wrong, message in (
         (
             Loaded(7, {"a": (1, 9), "b": (3,)}),
-            r"^second loaded different bytes than the policy ranks sent for 1 \(a\) of 2",
+            r"^second loaded other bytes than the policy ranks sent for 1 \(a\) of 2",
         ),
         (
             Loaded(6, intact.checksums),

@@ -136,7 +136,7 @@ def test_a_failed_start_reports_the_reason_and_the_logs(monkeypatch: pytest.Monk
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     Init(monkeypatch, TimeoutError("Timed out waiting for file gcs_server_port"))
     with pytest.raises(
-        WorkerDied, match=rf"{folder.parent} is full; free some space, or set RAY_TMPDIR to"
+        WorkerDied, match=rf"{folder.parent} is full; free space, or set RAY_TMPDIR to"
     ):
         connect()
 
