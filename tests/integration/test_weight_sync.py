@@ -260,7 +260,7 @@ def test_a_bucket_sent_twice_is_detected(
     monkeypatch.setattr(outbox, "slot", _no_copy(outbox, 3))
     with pytest.raises(
         RolloutError,
-        match=r"^rollout worker 0 of 1 loaded different bytes than the policy ranks sent",
+        match=r"^rollout worker 0 of 1 loaded other bytes than the policy ranks sent",
     ):
         small_buckets.weights.send(4)
 
