@@ -142,8 +142,7 @@ def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> No
             CONFIGS["qwen3"],
             "NVIDIA H200",
             torch.float32,
-            "peak FLOP rates are known for bfloat16, but the policy computes in "
-            "torch.float32",
+            "peak FLOP rates are known for bfloat16, but the policy computes in torch.float32",
         ),
         (
             GPT2Config(),
