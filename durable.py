@@ -66,9 +66,8 @@ def locked(
             try:
                 os.write(descriptor, (f"{note} ({holder})" if note else holder).encode())
             except OSError as error:
-                if (
-                    error.errno not in FULL_DISK_ERRORS
-                ):  # `dapo runs gc` must be able to lock on a full disk
+                # `dapo runs gc` must be able to lock on a full disk
+                if error.errno not in FULL_DISK_ERRORS:
                     raise
         yield descriptor
     finally:
@@ -139,9 +138,8 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """fsync the folder and every file and folder below it."""
     for path in folder.rglob("*"):
-        if not path.is_symlink() and (
-            path.is_file() or path.is_dir()
-        ):  # opening a pipe would block
+        # opening a pipe would block
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
             sync(path)
     sync(folder)
 
@@ -277,7 +275,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """True if `path` still names the open file; the previous holder may have removed it meanwhile."""
+    """True if `path` still names the open file, which the previous holder may have removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -75,19 +75,15 @@ def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Prefect hook: tell the recipe's webhook that and why a run failed, crashed or was cancelled."""
+    """Prefect hook: tell the recipe's webhook why a run failed, crashed or was cancelled."""
     recipe = Path(flow_run.parameters["config"])
     try:
         config = load_config(
             recipe if recipe.exists() else PROJECT / recipe, flow_run.parameters["overrides"]
         )
     except ConfigError as error:
-        logger.warning(
-            "no webhook is called for %s, which ended in state %s: %s",
-            flow_run.name,
-            state.name,
-            error,
-        )
+        said = "no webhook is called for %s, which ended in state %s: %s"
+        logger.warning(said, flow_run.name, state.name, error)
         return
     event = "cancelled" if state.is_cancelling() else state.type.value.lower()
     reason = (state.message or "")[:MAX_REASON_CHARS]
@@ -104,8 +100,7 @@ def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
-    """Post the payload as JSON to the webhook once; returns True if it was accepted and logs the
-    reason if not.
+    """Post the payload as JSON to the webhook once; True if accepted, else logs the reason.
 
     Only the host is logged, since the path or query of a webhook URL is often secret.
     """
@@ -116,12 +111,8 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
         url = os.environ.get(url[1:], "").strip()
         if not is_http_address(url):
             problem = "not an http or https URL" if url else "not set in this process"
-            logger.warning(
-                "flow.webhook.url=%s is %s: no webhook is called for this %s",
-                webhook.url,
-                problem,
-                event,
-            )
+            said = "flow.webhook.url=%s is %s: no webhook is called for this %s"
+            logger.warning(said, webhook.url, problem, event)
             return False
     host = urlsplit(url).hostname
     try:

@@ -12,12 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
 from downloads import Progress as Download
@@ -68,27 +63,18 @@ def reporter(file: Path | None) -> Callable[[Progress], None]:
 
 @contextmanager
 def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `on_progress(bytes_done, total_bytes)`; without a terminal, logs every 10 % or
-    LOG_SECONDS.
-    """
+    """Yield `on_progress(bytes_done, total_bytes)`, a bar on a terminal, else log lines."""
     console = Console()
     tenths, logged_at = 0, time.monotonic()
-    with ProgressBar(
-        TextColumn(label),
-        BarColumn(),
-        DownloadColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
+    columns = (TextColumn(label), BarColumn(), DownloadColumn())
+    with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def on_progress(done: int, total: int) -> None:
             nonlocal tenths, logged_at
             bar.update(task, completed=done, total=total)
-            is_due = (
-                10 * done >= (tenths + 1) * total or time.monotonic() - logged_at >= LOG_SECONDS
-            )
-            if bar.disable and is_due:
+            is_late = time.monotonic() - logged_at >= LOG_SECONDS
+            if bar.disable and (is_late or 10 * done >= (tenths + 1) * total):
                 tenths, logged_at = 10 * done // total if total else 10, time.monotonic()
                 logger.info("%s: %s of %s", label, decimal(done), decimal(total))
 

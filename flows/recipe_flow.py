@@ -62,9 +62,8 @@ def complete_page(*_: object) -> None:
 def name_run() -> str:
     """Return the flow run's name: recipe, changed keys, and the date of a nightly run."""
     given = flow_run.parameters
-    shown = [
-        change for change in given["overrides"] if not change.startswith("flow.webhook.")
-    ]  # may be secret
+    # may be secret
+    shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]
     words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
     words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:

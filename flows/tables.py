@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
     from dapo_core.memory.step_time import StepTime
-    from eval.problems.rows import ProblemSet, Split
+    from eval.problems.rows import ProblemSet
     from interop.account import Account
     from tasks.config import ChainConfig
     from tasks.data.reading import SetCount, Shown
@@ -48,21 +48,14 @@ def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str,
     from interop.recipe import blocking_first, changing, counts_of
 
     names = ("key", "value", "fate", "our key = value", "note")
-    table = Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
+    table = Table(*map(_folded, names), box=SIMPLE_HEAD)
     implied = changing(account.implied, defaults)
+    styles = {"ignored-by-trainer": "yellow", **dict.fromkeys(BLOCKING, "red")}
     for entry in blocking_first((*account.entries, *implied)):
-        style = (
-            "red"
-            if entry.fate in BLOCKING
-            else "yellow"
-            if entry.fate == "ignored-by-trainer"
-            else ""
-        )
         ours = "\n".join(f"{name} = {value}" for name, value in entry.ours.items())
         key = f"{entry.setting.key}\n{entry.setting.origin}"
-        table.add_row(
-            *map(Text, (key, str(entry.setting.value), entry.fate, ours, entry.note)), style=style
-        )
+        cells = map(Text, (key, str(entry.setting.value), entry.fate, ours, entry.note))
+        table.add_row(*cells, style=styles.get(entry.fate, ""))
     print_table(table)
     for note in notes:
         typer.echo(note)
@@ -76,15 +69,11 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
     """Print each stage's state, the reason for it, and its key."""
     table = Table("stage", "state", "why", "key", _right("built in\n(s)"))
     for stage in stages:
-        table.add_row(
-            stage.label,
-            stage.state,
-            Text(stage.why(None if is_whole else 1)),
-            stage.key[:SHORT_KEY_LENGTH]
-            if stage.key
-            else f"after {stage.waits_for or 'its commit is known'}",
-            f"{stage.seconds:.1f}" if stage.seconds is not None else "",
-        )
+        why = Text(stage.why(None if is_whole else 1))
+        missing = f"after {stage.waits_for or 'its commit is known'}"
+        key = stage.key[:SHORT_KEY_LENGTH] if stage.key else missing
+        seconds = "" if stage.seconds is None else f"{stage.seconds:.1f}"
+        table.add_row(stage.label, stage.state, why, key, seconds)
     print_table(table)
 
 
@@ -111,16 +100,12 @@ def print_memory(plan: MemoryPlan) -> None:
     for load in plan.loads:
         print_table(_load_table(plan, load))
     engine, disk = plan.engine, plan.disk
-    capacity = (
-        "as many sequences as fit"
-        if engine.cache is None
-        else f"{engine.num_sequences:,} sequences"
-    )
+    held = "as many" if engine.cache is None else f"{engine.num_sequences:,}"
     lines = [
         f"model: {plan.num_parameters:,} parameters",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
         f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
-        f"{capacity} of that length, and rollout.max_num_seqs={engine.most_sequences}",
+        f"{held} sequences of that length, and rollout.max_num_seqs={engine.most_sequences}",
         f"host memory for offloaded state: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "
@@ -147,17 +132,13 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
     rows: dict[str, dict[str, int]] = {}
     for use in plan.uses:
         if use.device_bytes and (processes := load.processes.get(use.role, 0)):
-            name = (
-                use.what
-                if len(load.processes) == 1
-                else f"{_several(processes, use.role)}: {use.what}"
-            )
+            several = use.role if processes == 1 else f"{processes} x {use.role}"
+            name = use.what if len(load.processes) == 1 else f"{several}: {use.what}"
             cells = rows.setdefault(name, {})
             cells[use.phase] = cells.get(use.phase, 0) + processes * use.device_bytes
     for name, cells in rows.items():
-        table.add_row(
-            name, *(f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES)
-        )
+        amounts = (f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES)
+        table.add_row(name, *amounts)
     table.add_section()
     sums = (sum(cells.get(phase, 0) for cells in rows.values()) / GIB for phase in PHASES)
     table.add_row("total", *(f"{total:.2f}" for total in sums), style="bold")
@@ -167,10 +148,6 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
     )
     table.caption_justify = "left"
     return table
-
-
-def _several(number: int, role: str) -> str:
-    return role if number == 1 else f"{number} x {role}"
 
 
 def print_time(time: StepTime) -> None:
@@ -196,11 +173,9 @@ def print_sets(sets: Sequence[ProblemSet]) -> None:
     """Print the registered datasets; * marks a use whose default source is not pinned."""
     table = Table("name", "use", "problems", "scorer", "licence")
     for one in sets:
-        kinds: dict[str, Split] = {"train": "train", "eval": "test"}
+        kinds = (("train", "train", one.train), ("eval", "test", one.test))
         uses = [
-            f"{use}*" if split in one.unpinned else use
-            for use, split in kinds.items()
-            if (one.train if split == "train" else one.test)
+            f"{use}*" if split in one.unpinned else use for use, split, sources in kinds if sources
         ]
         uses = uses or ["generated" if one.name == "arithmetic" else "your own files"]
         table.add_row(one.name, ", ".join(uses), one.about, one.scorer, one.licence)
@@ -251,23 +226,15 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
     for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
         # other columns are never truncated
         table.add_column(header, no_wrap=header not in ("recipe", "flow"))
-    for header in (
-        "cached\n/run",
-        "before\n(%)",
-        "after\n(%)",
-        "diff.\n(pts)",
-        "p",
-        "took\nh:mm:ss",
-    ):
+    figures = ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss")
+    for header in figures:
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
+        names = (run.name, run.flow) if has_flow else (run.name,)
         table.add_row(
             f"{_local(run.started_at):{when}}",
             short_ids[run.id],
-            *[
-                Text(name, no_wrap=True, overflow="ellipsis")
-                for name in (run.name, run.flow)[: 1 + has_flow]
-            ],
+            *(Text(name, no_wrap=True, overflow="ellipsis") for name in names),
             "gate failed" if run.report and run.report.get("failed_gates") else run.state,
             f"{run.num_cached}/{run.num_built}",
             *_result(run.report),
@@ -317,30 +284,23 @@ def print_run(
         console.print(report["verdict"])
     if before is None:
         console.print(f"No earlier run of {run.name} to compare the configuration with.")
+    elif changes is None:
+        console.print(f"Configuration changes since {before.id}: unknown, one cannot be read.")
     elif changes:
         console.print(f"Configuration changes since the previous run, {before.id}:")
         console.print(*(f"  {change}" for change in changes), sep="\n")
-    elif changes is None:
-        console.print(
-            f"Configuration changes since the previous run, {before.id}: unknown, one cannot be "
-            "read."
-        )
     else:
         console.print(f"Same configuration as the previous run, {before.id}.")
 
 
 def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
     """Print what a collection removed or would remove, what it kept and why, and the bytes."""
-    table = Table(
-        Column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH),
-        Column("stage", no_wrap=True),
-        Column("frees\n(bytes)", justify="right", no_wrap=True),
-        Column("last\nused by", no_wrap=True),
-        Column("", overflow="fold"),
-        box=SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("frees\n(bytes)", justify="right", no_wrap=True)
+    table.add_column("last\nused by", no_wrap=True)
+    table.add_column("", overflow="fold")
     removed = "would be removed" if is_dry_run else "removed"
     for item in found:
         outcome = f"kept: {item.kept_reason}" if item.kept_reason else removed
@@ -362,9 +322,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print findings with what to do about those that are not ok."""
-    table = Table(
-        "check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold")
-    )
+    table = Table("check", "", _folded("found"), _folded("what to do"))
     for finding in findings:
         status = Text(finding.status, style=_STATUS_STYLES[finding.status])
         table.add_row(finding.check, status, Text(finding.message), Text(finding.advice))
@@ -375,20 +333,12 @@ def print_findings(findings: Sequence[Finding]) -> None:
 def print_variables(variables: Sequence[Variable], device: str) -> None:
     """Print how environment variables affect training on a kind of device."""
     title = f"Environment variables that affect training on {device}"
-    table = Table(
-        "variable",
-        "value",
-        "",
-        Column("effect", overflow="fold"),
-        Column("what to do", overflow="fold"),
-        title=title,
-        title_justify="left",
-    )
+    columns = ("variable", "value", "", _folded("effect"), _folded("what to do"))
+    table = Table(*columns, title=title, title_justify="left")
     for each in variables:
         state = Text(each.state, style=_STATUS_STYLES[STATUSES[each.state]])
-        table.add_row(
-            each.name, Text(each.value, overflow="fold"), state, each.effect, Text(each.advice)
-        )
+        value = Text(each.value, overflow="fold")
+        table.add_row(each.name, value, state, each.effect, Text(each.advice))
     print_table(table)
 
 
@@ -428,6 +378,10 @@ def _local(timestamp: float) -> datetime.datetime:
 
 def _right(header: str) -> Column:
     return Column(header, justify="right")
+
+
+def _folded(header: str) -> Column:
+    return Column(header, overflow="fold")
 
 
 def print_table(table: Table, *, is_error: bool = False) -> None:

@@ -1,3 +1,1 @@
-"""The stages of the chain: chain.py runs them, links.py orders them, stages.py declares what they
-depend on.
-"""
+"""The chain: chain.py runs the stages, links.py orders them, stages.py declares them."""

@@ -25,12 +25,7 @@ from tasks.data.prepare import build_dataset
 from tasks.evaluation.served_model import served_folder, served_model
 from tasks.evaluation.settings import limits_of
 from tasks.execution.command import link_log, run_dapo
-from tasks.execution.page import (
-    CommandProgress,
-    StageProgress,
-    TrainingProgress,
-    show_report,
-)
+from tasks.execution.page import CommandProgress, StageProgress, TrainingProgress, show_report
 from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
@@ -45,6 +40,8 @@ from tasks.serve_model.servers import Server, serve_model
 from tasks.stage_inputs import benchmark_files, validates
 
 logger = logging.getLogger(__name__)
+
+HEADLINE = "step critic/score/mean sampler/accuracy response_length/mean perf/throughput".split()
 
 
 @stage_task("prepare-data")
@@ -82,8 +79,7 @@ def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_mode
 
 
 def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Hard-link the files of model.path into `folder`, or copy them where the file system cannot
-    link.
+    """Hard-link the files of model.path into `folder`, or copy them if links are impossible.
 
     Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead
     elsewhere.
@@ -109,8 +105,7 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 def evaluate_model(
     run: Run, data: Artifact, model: Artifact | None = None, label: str = "evaluate_after"
 ) -> Artifact:
-    """Evaluate one model: a results folder, or a suite of them (eval/results/suite.py), recorded as
-    `label`.
+    """Evaluate one model, recorded as `label`: a results folder, or a suite of them.
 
     Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its
     answers, and the next one with the same key asks only the missing items. Stored results of
@@ -133,12 +128,9 @@ def evaluate_model(
         command = ""
         if any(one.stored is None for one in suite):
             with served(link, model, log_path) as (server, digest, model_folder):
-                files = {
-                    name: Path(data.path, file)
-                    for name, file in benchmark_files(link.config).items()
-                }
+                files = benchmark_files(link.config)
                 missing = [
-                    one.benchmark(files[one.name], folder, model_folder)
+                    one.benchmark(Path(data.path, files[one.name]), folder, model_folder)
                     for one in suite
                     if one.stored is None
                 ]
@@ -146,13 +138,12 @@ def evaluate_model(
                 logger.info(
                     "%s serves %s; evaluating %d items", server.base_url, server.model, num_items
                 )
-                on_progress = StageProgress(run, label).on_progress
                 evaluate_all(
                     missing,
                     server,
                     limits=limits_of(link.config.evaluate),
                     model_digest=digest,
-                    on_progress=on_progress,
+                    on_progress=StageProgress(run, label).on_progress,
                 )
             command = server.command
         return {**suite_metrics(link.config, suite, folder), "serve_command": command}
@@ -195,40 +186,24 @@ def train_policy(
     key = link_of(run.config, label).key(data, model)
 
     def build(folder: Path) -> Output:
-        arguments: list[str | Path] = ["train", run.config_path]
-        arguments += [
-            "--data",
-            Path(data.path) / TRAIN_FILE,
-            "--model",
-            model.path,
-            "--output",
-            folder,
-        ]
+        arguments: list[str | Path] = ["train", run.config_path, "--quiet"]
+        arguments += ["--data", Path(data.path) / TRAIN_FILE]
+        arguments += ["--model", model.path, "--output", folder]
         if validates(run.config):
             arguments += ["--held-out", Path(data.path) / EVAL_FILE]
-        arguments += [
-            *resume_options(run.config.checkpoint.resume, attempt),
-            *keep_options(run.config),
-            "--quiet",
-        ]
+        arguments += resume_options(run.config.checkpoint.resume, attempt)
+        arguments += keep_options(run.config)
         path, skips = training_lock_path(run.config), skips_if_locked and attempt == 1
+        watch, grace_seconds = TrainingProgress(run, label, folder), run.config.flow.stop_seconds
         with hold(path, run.folder.name, key.key, skips) as lock:
-            run_dapo(
-                arguments,
-                run,
-                key,
-                watch=TrainingProgress(run, label, folder),
-                grace_seconds=run.config.flow.stop_seconds,
-                locks=[lock],
-            )
+            run_dapo(arguments, run, key, watch=watch, grace_seconds=grace_seconds, locks=[lock])
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce(label, key, build)
 
 
 def resume_options(resume: str, attempt: int) -> list[str]:
-    """Options that let a retry resume from the previous attempt although checkpoint.resume is
-    `never`.
+    """Options that let a retry resume the previous attempt although checkpoint.resume is `never`.
 
     A path needs no override: it is used only while the output has no checkpoint of its own.
     """
@@ -253,14 +228,7 @@ def checkpoint_digests(folder: Path) -> dict[str, str]:
 def last_metrics(folder: Path) -> dict[str, float]:
     """Headline metrics of the last step, for the manifest."""
     last = read_json_lines(folder / METRICS_FILE)[-1]
-    names = (
-        "step",
-        "critic/score/mean",
-        "sampler/accuracy",
-        "response_length/mean",
-        "perf/throughput",
-    )
-    return {name: last[name] for name in names if name in last}
+    return {name: last[name] for name in HEADLINE if name in last}
 
 
 @stage_task("merge-checkpoint", task_run_name="{label}")
@@ -273,13 +241,8 @@ def merge_checkpoint(run: Run, training: Artifact, label: str = "merge_checkpoin
         from dapo_core.merge.run import remove_leftovers
 
         merge = run.config.merge
-        options = [
-            "--checkpoint",
-            merge.checkpoint if step is None else "latest",
-            "--dtype",
-            merge.dtype,
-        ]
-        options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
+        options = ["--checkpoint", merge.checkpoint if step is None else "latest"]
+        options += ["--dtype", merge.dtype, "--max-shard-bytes", str(merge.max_shard_bytes)]
         options += [] if run.config.train.backend == "own" else ["--config", str(run.config_path)]
         remove_leftovers(folder.parent)
         run_dapo(["merge", source, folder, *options], run, key)

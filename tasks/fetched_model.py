@@ -59,24 +59,19 @@ def describe_fetch(model: ModelConfig) -> str:
 def link_known_files(
     store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path
 ) -> None:
-    """Hard-link files with the same name and digest from earlier artifacts; fetching verifies them
-    again.
+    """Hard-link files of the same name and digest from earlier artifacts, to be verified again.
 
     A new commit often changes only the model card.
     """
+    wanted = {name: digest for name, digest in inputs.items() if name.startswith(FILE)}
     for earlier, manifest in store.finished(stage):
-        for name, digest in inputs.items():
+        for name in dict(wanted.items() & manifest["inputs"].items()):
             path = name.removeprefix(FILE)
-            if (
-                not name.startswith(FILE)
-                or manifest["inputs"].get(name) != digest
-                or (folder / path).exists()
-            ):
+            if (folder / path).exists():
                 continue
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(
-                OSError
-            ):  # a file system without hard links, or a converted file
+            # a file system without hard links, or a converted file
+            with contextlib.suppress(OSError):
                 os.link(earlier / path, folder / path)
 
 
@@ -129,9 +124,7 @@ def fetch_model_files(
 
 
 def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:
-    """Install a chat template in the model folder. Raises ModelError if it does not render a
-    message.
-    """
+    """Install a chat template in a model folder. Raises ModelError if it renders no message."""
     from dapo_core.model.pretrained import load_tokenizer
 
     target = folder / CHAT_TEMPLATE
@@ -165,9 +158,7 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
 
 
 def _require_no_other_weights(folder: Path, chosen: Sequence[str]) -> None:
-    """Raise ModelError if the folder holds weights of another model, since loading would pick up
-    both.
-    """
+    """Raise ModelError if the folder also holds another model's weights."""
     present = {path.name for path in folder.glob("*.safetensors")}
     converted = {
         path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen
@@ -175,8 +166,7 @@ def _require_no_other_weights(folder: Path, chosen: Sequence[str]) -> None:
     if others := sorted(present - converted):
         raise ModelError(
             f"{folder} holds {others[0]}, which is not part of the model to fetch: it belongs to "
-            "another model or "
-            "commit; name a new folder"
+            "another model or commit; name a new folder"
         )
 
 

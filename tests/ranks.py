@@ -21,7 +21,7 @@ PRELOAD = [
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(rank, *arguments)` returned on each of `num_ranks` gloo ranks, in rank order."""
+    """What `function(rank, *arguments)` returned on each of `num_ranks` gloo ranks."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(

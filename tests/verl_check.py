@@ -1,4 +1,4 @@
-"""Runs beside verl: composes jobs by its Hydra configuration and runs its checks. No project code."""
+"""Runs beside verl: composes jobs by its Hydra configuration and runs its checks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Wheels of a package registry, to read in tests; fetched once a machine by pip, never installed."""
+"""Wheels to read in tests; fetched once a machine by pip, never installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The `dapo` command: run or inspect the chain, or run one stage on plain paths. Heavy imports are
-in commands.
-"""
+"""The `dapo` command: the whole chain, or one stage on plain paths. Commands import lazily."""
 
 from __future__ import annotations
 
@@ -21,21 +19,11 @@ from flows.cli import chain, cluster, datasets, evaluation, history, migration, 
 UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
-CHAIN_MODULES = (
-    "prefect",
-    "ray",
-    "safetensors",
-    "sqlalchemy",
-    "torch",
-    "transformers",
-    "zlib_ng",
-)
+CHAIN_MODULES = "prefect ray safetensors sqlalchemy torch transformers zlib_ng".split()
 ADVICE = (
     "This environment only has the evaluation commands: eval, grade, compare, export and datasets. "
-    "For all: "
-    "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make "
-    "demo` installs "
-    "both for a CPU"
+    "For all: pip install '.[chain]' in the project folder, and vLLM for your device "
+    "(requirements/); `make demo` installs both for a CPU"
 )
 
 
@@ -70,9 +58,8 @@ class Commands(TyperGroup):
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
             command, path = getattr(context, "command", None), getattr(context, "command_path", "")
             unknown = UNKNOWN_COMMAND.fullmatch(message)
-            lists = getattr(
-                command, "invoke_without_command", False
-            )  # `config` does not list when given alone
+            # `config` has `show` too, but lists nothing when given alone.
+            lists = getattr(command, "invoke_without_command", False)
             lists_and_shows = lists and "show" in getattr(command, "commands", ())
             if "unexpected extra argument" in message and "=" in message:
                 if any("--set" in each.opts for each in getattr(command, "params", ())):
@@ -122,9 +109,7 @@ for group in (chain, migration, history, datasets, operating, cluster, stages, e
 
 
 def main() -> None:
-    """Run the command line. Known errors print a message and exit with 2 if the user must act, else
-    1.
-    """
+    """Run the command line. Known errors exit with 2 if the user must act, else with 1."""
     from dapo_core.errors import DapoError
     from downloads import DownloadError
     from durable import FULL_DISK_ERRORS
@@ -133,9 +118,7 @@ def main() -> None:
     from redaction import redact
     from tasks.execution.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
-    os.environ.setdefault(
-        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
-    )  # also hides bars while loading weights
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nor bars while loading weights
     print_messages()
     try:
         app()
@@ -143,27 +126,19 @@ def main() -> None:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
     except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: exit without retry
-        if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
-            typer.secho(
-                f"{error.filename}: {error.strerror}; choose another location", err=True, fg="red"
-            )
-            sys.exit(LASTING_EXIT_CODE)
-        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
-            typer.secho(
-                f"{error}; free some space or choose another location, then rerun the command",
-                err=True,
-                fg="red",
-            )
-            sys.exit(LASTING_EXIT_CODE)
-        if not isinstance(error, LASTING_ERRORS):
+        code = error.errno if isinstance(error, OSError) else None
+        if code in UNWRITABLE and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}; choose another location"
+        elif code in FULL_DISK_ERRORS:
+            message = f"{error}; free some space or choose another location, then rerun the command"
+        elif not isinstance(error, LASTING_ERRORS):
             raise
-        if getattr(error, "name", None) in CHAIN_MODULES:
-            typer.secho(f"{error}. {ADVICE}", err=True, fg="red")
+        elif getattr(error, "name", None) in CHAIN_MODULES:
+            message = f"{error}. {ADVICE}"
         else:
-            traceback.print_exc()
+            message = traceback.format_exc()
+        typer.secho(redact(message), err=True, fg="red")
         sys.exit(LASTING_EXIT_CODE)
     finally:
-        if (
-            "prefect" in sys.modules
-        ):  # skip the final garbage collection, which takes 1 s with Prefect loaded
+        if "prefect" in sys.modules:  # the final garbage collection would take a second
             gc.freeze()

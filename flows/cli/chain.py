@@ -23,6 +23,36 @@ logger = logging.getLogger(__name__)
 
 STAGES = (*BY_COMMAND, "compare")
 
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(STAGES)}.")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Rebuild even if the store has the output, or resume an unfinished attempt.",
+    ),
+]
+SideOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="evaluate-model: before, after (default), a baseline's name, or step_N; "
+        "fetch-model: a baseline's name; merge-checkpoint: step_N.",
+    ),
+]
+AllOption = Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")]
+MemoryOption = Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")]
+TimeOption = Annotated[
+    bool, typer.Option("--time", help="Only estimate the time of a training step.")
+]
+GigabytesOption = Annotated[
+    float | None,
+    typer.Option(
+        "--device-gigabytes",
+        min=0.001,
+        help="Device memory in GiB, instead of train.device_model.",
+    ),
+]
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(
     help="Inspect configurations.", no_args_is_help=True, rich_markup_mode=None
@@ -56,9 +86,7 @@ def init(
         Path | None, typer.Option(help="Jinja chat template, for a base model without one.")
     ] = None,
 ) -> None:
-    """Write a commented recipe for your model and data, sized for this machine and your prompt
-    lengths.
-    """
+    """Write a commented recipe for your model and data, sized for this machine and your prompts."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
@@ -123,24 +151,11 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     short_help="Run one stage with inputs from the store.",
 )
 def stage(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(STAGES)}.")],
+    name: NameArgument,
     config: ConfigArgument,
     overrides: SetOption = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Rebuild even if the store has the output, or resume an unfinished attempt.",
-        ),
-    ] = False,
-    side: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="evaluate-model: before, after (default), a baseline's name, or step_N; "
-            "fetch-model: a baseline's name; merge-checkpoint: step_N.",
-        ),
-    ] = None,
+    force: ForceOption = False,
+    side: SideOption = None,
 ) -> None:
     """Run one stage with inputs from the store, and print the path of its output.
 
@@ -152,15 +167,10 @@ def stage(
         raise typer.BadParameter(
             f"{name!r} is not a stage{nearest(name, STAGES)}", param_hint="NAME"
         )
-    options: dict[str, Any] = {}
-    if force:
-        if name == "compare":
-            raise typer.BadParameter("compare always writes a new report", param_hint="--force")
-        options["force"] = True
-    if side is not None:
-        if name == "compare":
-            raise typer.BadParameter("compare has no --side", param_hint="--side")
-        options["side"] = side
+    given = {"force": force or None, "side": side}
+    options = {option: value for option, value in given.items() if value is not None}
+    if options and name == "compare":
+        raise typer.BadParameter("compare always writes a new report", param_hint="--force, --side")
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of
     from tasks.runs.plan import has_output
@@ -240,23 +250,12 @@ def print_report(folder: Path) -> None:
 def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
-    is_whole: Annotated[
-        bool, typer.Option("--all", help="Show every change, not just the first.")
-    ] = False,
+    is_whole: AllOption = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
-    is_memory: Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")] = False,
-    is_time: Annotated[
-        bool, typer.Option("--time", help="Only estimate the time of a training step.")
-    ] = False,
-    gigabytes: Annotated[
-        float | None,
-        typer.Option(
-            "--device-gigabytes",
-            min=0.001,
-            help="Device memory in GiB, instead of train.device_model.",
-        ),
-    ] = None,
+    is_memory: MemoryOption = False,
+    is_time: TimeOption = False,
+    gigabytes: GigabytesOption = None,
 ) -> None:
     """Show what a run would do, without running it: each stage, and why it is not cached.
 
@@ -269,9 +268,9 @@ def plan(
     the run is reported up front, all at once, with the keys to change. Warnings follow the table,
     as do missing devices, memory or clusters, so you can plan a recipe on another machine.
 
-    --memory shows device memory per phase and, if the recipe does not fit (exit status 2), the smallest change
-    that does. --time estimates a training step from its tokens, FLOPs and device rates, calibrated
-    by the newest run with the same run.name. They can be combined.
+    --memory shows device memory per phase and, if the recipe does not fit (exit status 2), what
+    saves memory. --time estimates a training step from its tokens, FLOPs and device rates,
+    calibrated by the newest run with the same run.name. They can be combined.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer
@@ -311,9 +310,7 @@ def plan(
 def plan_devices(
     settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool
 ) -> None:
-    """Print memory, time or both; exit with 2 if it does not fit, unless
-    train.allow_oversubscription is set.
-    """
+    """Print memory, time or both; exit with 2 if the recipe does not fit."""
     from dataclasses import asdict
 
     from flows.tables import print_json, print_memory, print_time
@@ -321,14 +318,14 @@ def plan_devices(
     from tasks.preflight.memory import plan_of
     from tasks.runs.step_time import time_of
 
-    content: dict[str, Any] = {}
-    found, time = None, time_of(settings, gigabytes) if is_time else None
-    if is_memory:
-        found = plan_of(settings, gigabytes=gigabytes)
-        content = {**asdict(found), "shortages": found.shortages}
-    if time is not None:
-        content |= {"time": {**asdict(time), "step_seconds": time.step_seconds}}
+    time = time_of(settings, gigabytes) if is_time else None
+    found = plan_of(settings, gigabytes=gigabytes) if is_memory else None
     if is_json:
+        content: dict[str, Any] = {}
+        if found is not None:
+            content = {**asdict(found), "shortages": found.shortages}
+        if time is not None:
+            content["time"] = {**asdict(time), "step_seconds": time.step_seconds}
         print_json(content)
     else:
         if found is not None:
@@ -345,8 +342,7 @@ def plan_devices(
     short_help="Print the resolved configuration as YAML.",
 )
 def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Print the resolved configuration (defaults < file < --set) as YAML that is itself a valid
-    recipe.
+    """Print the resolved configuration (defaults < file < --set) as YAML, itself a valid recipe.
 
     Standard error shows derived numbers: prompts, responses and tokens per training step, optimizer
     steps, tokens per device, devices. To hide them: 2> /dev/null.
@@ -375,9 +371,7 @@ def config_explain(
         bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")
     ] = False,
 ) -> None:
-    """Explain keys: meaning, default, bounds, and the stages that a change reruns (with all later
-    stages).
-    """
+    """Explain keys: meaning, default, bounds, and the stages that a change reruns."""
     from flows.keys import explain, keys_page
 
     if bool(names) == is_page:

@@ -21,9 +21,7 @@ app.add_typer(datasets_app, name="datasets")
     invoke_without_command=True, epilog="Example: dapo datasets; dapo datasets show gsm8k"
 )
 def datasets(context: typer.Context) -> None:
-    """List registered datasets (for data.train, data.eval, dapo eval --dataset) and suites (for
-    --suite).
-    """
+    """List registered datasets, and suites of them for dapo eval --suite."""
     if context.invoked_subcommand is None:
         from eval.problems.registry import SETS, SUITES
         from flows.tables import print_sets
@@ -35,9 +33,9 @@ def datasets(context: typer.Context) -> None:
 
 @datasets_app.command(
     "show",
-    epilog="Example: dapo datasets show gsm8k --data gsm8k/train.jsonl --model models/Qwen3-8B. Own columns: "
-    "dapo datasets show mine.csv --set data.columns.problem=question --set "
-    "data.columns.answer=result",
+    epilog="Example: dapo datasets show gsm8k --data gsm8k/train.jsonl --model models/Qwen3-8B. "
+    "Own columns: dapo datasets show mine.csv --set data.columns.problem=question "
+    "--set data.columns.answer=result",
     short_help="Show rows of a dataset as the model sees them.",
 )
 def show(

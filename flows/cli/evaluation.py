@@ -28,16 +28,39 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+SidesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SIDE",
+        help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or end), "
+        "or latest, latest~1. With --history, any number; default: every run in the store. To "
+        "compare trainings: any number of runs and logs (a metrics file, or a console log of verl "
+        "or MindSpeed).",
+    ),
+]
+HistoryOption = Annotated[
+    bool,
+    typer.Option("--history", help="Compare over time: results folders, reports, runs, stores."),
+]
+PageOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder for report.json, .md and .html; or history.html; or trainings.html."),
+]
+BenchmarkOption = Annotated[
+    str | None, typer.Option(help="With --history: one benchmark of suites.")
+]
+MetricsOption = Annotated[
+    Path | None, typer.Option(help="metrics.jsonl of the training in between, for its curves.")
+]
+
 
 @app.command(
     "eval",
     epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
-    "Four samples, your own file: dapo eval --base-url http://127.0.0.1:8000 "
-    "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set "
-    "evaluate.temperature=0.6. "
-    "As in AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output "
-    "before "
-    "--set evaluate.api=completions",
+    "Four samples, your own file: dapo eval --base-url http://127.0.0.1:8000 --data d/eval.parquet "
+    "--output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. As in AISBench's "
+    "guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before --set "
+    "evaluate.api=completions",
     short_help="Evaluate a served model.",
 )
 def evaluate(
@@ -229,37 +252,14 @@ def _compare(
     short_help="Compare evaluations, runs, or training logs.",
 )
 def compare(
-    sides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SIDE",
-            help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or "
-            "end), or latest, latest~1. With --history, any number; default: every run in the "
-            "store. To compare trainings: any number of runs and logs (a metrics file, or a "
-            "console log of verl or MindSpeed).",
-        ),
-    ] = None,
-    is_history: Annotated[
-        bool,
-        typer.Option(
-            "--history", help="Compare over time: results folders, reports, runs, stores."
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for report.json, .md and .html; or history.html; or trainings.html."
-        ),
-    ] = None,
+    sides: SidesArgument = None,
+    is_history: HistoryOption = False,
+    output: PageOption = None,
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
-    benchmark: Annotated[
-        str | None, typer.Option(help="With --history: one benchmark of suites.")
-    ] = None,
-    metrics: Annotated[
-        Path | None, typer.Option(help="metrics.jsonl of the training in between, for its curves.")
-    ] = None,
+    benchmark: BenchmarkOption = None,
+    metrics: MetricsOption = None,
 ) -> None:
     """Compare two evaluations of the same items, item by item, or with --history many over time.
 

@@ -135,7 +135,7 @@ ExportFormat = Literal["model", "inspect", "lm-eval"]
 
 
 @app.command(
-    epilog="Example: dapo export latest trained-model; dapo export before log.json --format inspect",
+    epilog="Example: dapo export latest model; dapo export before log.json --format inspect",
     short_help="Export a run's model and report, or an evaluation's log.",
 )
 def export(

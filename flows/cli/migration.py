@@ -19,6 +19,41 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="Bash scripts, YAML, or overrides (one per line); run.sh#2: its second training.",
+    ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option(help="Recipe to write; default: only show the account.")
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A value known only on the script's machine; repeatable. "
+        "num_train_rows=N: training rows.",
+    ),
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable."),
+]
+BackendOption = Annotated[
+    Literal["own", "verl", "mindspeed-rl"],
+    typer.Option(help="The trainer to use; another one keeps keys that our core does not have."),
+]
+VersionOption = Annotated[
+    str | None,
+    typer.Option("--trainer-version", help="Version of their trainer; default: the newest fit."),
+]
+TinyOption = Annotated[
+    bool,
+    typer.Option("--tiny", help="Two steps of two prompts on a CPU, to try the algorithm now."),
+]
+
 
 @app.command(
     "import-config",
@@ -27,50 +62,16 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     short_help="Make a recipe from another trainer's script or YAML.",
 )
 def import_config(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="Bash scripts, YAML, or overrides (one per line); run.sh#2: its second training.",
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option(help="Recipe to write; default: only show the account.")
-    ] = None,
-    set_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set-env",
-            metavar="NAME=VALUE",
-            help="A value known only on the script's machine; repeatable. num_train_rows=N: training rows.",
-        ),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable."),
-    ] = None,
-    backend: Annotated[
-        Literal["own", "verl", "mindspeed-rl"],
-        typer.Option(
-            help="The trainer to use; another trainer keeps keys that our core does not have."
-        ),
-    ] = "own",
-    version: Annotated[
-        str | None,
-        typer.Option(
-            "--trainer-version", help="Version of their trainer; default: the newest that fits."
-        ),
-    ] = None,
-    tiny: Annotated[
-        bool,
-        typer.Option(
-            "--tiny", help="Same algorithm with two steps of two prompts on a CPU, to try it now."
-        ),
-    ] = False,
+    files: FilesArgument,
+    output: OutputOption = None,
+    set_env: EnvOption = None,
+    allow: AllowOption = None,
+    backend: BackendOption = "own",
+    version: VersionOption = None,
+    tiny: TinyOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what happens to every key of another trainer's configuration, and write an equivalent
-    recipe.
+    """Account for every key of another trainer's configuration, and write an equivalent recipe.
 
     Scripts are read, never executed. If keys stop the import that are not in --allow, nothing is
     written and the exit status is 1.

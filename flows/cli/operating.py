@@ -18,6 +18,25 @@ from flows.services import DEFAULT_STORE, bring_up, read_deployments, store_opti
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+WordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[env] [CONFIG]",
+        help="A recipe: also check its model, data and devices. env: check variables instead, and "
+        "show each one's effect, whether it is missing, unused or harmful.",
+    ),
+]
+ExportOption = Annotated[
+    bool,
+    typer.Option("--export", help="With env: print shell lines that set the missing variables."),
+]
+FolderOption = Annotated[
+    Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")
+]
+WaitOption = Annotated[
+    float, typer.Option(help="How long to wait for the next runs of schedules.", min=0)
+]
+
 
 @app.command(
     epilog="Example: dapo up --database postgresql+asyncpg://dapo@/dapo?host=/var/run/postgresql",
@@ -96,29 +115,13 @@ def down(
     short_help="Check packages, store, devices, Prefect, a recipe, variables.",
 )
 def doctor(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[env] [CONFIG]",
-            help="A recipe: also check its model, data and devices. env: check variables instead, "
-            "and show each one's effect, whether it is missing, unused or harmful.",
-        ),
-    ] = None,
+    words: WordsArgument = None,
     overrides: SetOption = None,
     is_smoke: SmokeOption = False,
-    is_export: Annotated[
-        bool,
-        typer.Option(
-            "--export", help="With env: print shell lines that set the missing variables."
-        ),
-    ] = False,
+    is_export: ExportOption = False,
     is_json: JsonOption = False,
-    store: Annotated[
-        Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")
-    ] = None,
-    wait_seconds: Annotated[
-        float, typer.Option(help="How long to wait for the next runs of schedules.", min=0)
-    ] = 90.0,
+    store: FolderOption = None,
+    wait_seconds: WaitOption = 90.0,
 ) -> None:
     """Check packages, store, devices, Prefect and a recipe; exit status 1 if a check fails.
 

@@ -27,7 +27,7 @@ GateOption = Annotated[
     list[str] | None,
     typer.Option(
         "--gate",
-        help="Condition to meet, such as 'math500 >= before - 1'; repeatable. Exit status 3 if not met.",
+        help="Condition, such as 'math500 >= before - 1'; repeatable. Exit status 3 if not met.",
     ),
 ]
 BaselineOption = Annotated[

@@ -293,8 +293,7 @@ def merge(
         )
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, "
-        f"{sizes['bytes']:,} bytes "
-        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
+        f"{sizes['bytes']:,} bytes in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
         + (", read back and logits equal" if verify_logits else "")
     )
 

@@ -67,9 +67,8 @@ class Output:
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
-    environment: Sequence[
-        Mapping[str, Any]
-    ] = ()  # variables set for child processes, for the manifest
+    # variables set for child processes, for the manifest
+    environment: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, order=True)
@@ -138,8 +137,7 @@ def content_files(directory: Path) -> Iterator[str]:
             elif not stat.S_ISDIR(mode):
                 raise StoreError(
                     f"{path} is neither a file nor a folder: the target of a link could change or "
-                    "vanish "
-                    "unnoticed, so an artifact holds only copies or hard links"
+                    "vanish unnoticed, so an artifact holds only copies or hard links"
                 )
             if not name.isprintable():
                 raise StoreError(
@@ -191,14 +189,9 @@ def list_files(
             entries.append(FileEntry(relative, status.st_size, digests[relative]))
             continue
         algorithm = algorithms.get(relative) or algorithm_for(relative)
-        identity = [
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-            status.st_ino,
-            algorithm,
-        ]
-        is_racy = max(status.st_mtime_ns, status.st_ctime_ns) >= time.time_ns() - RACY_NANOSECONDS
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        identity = [status.st_size, *times, status.st_ino, algorithm]
+        is_racy = max(times) >= time.time_ns() - RACY_NANOSECONDS
         row = known.get(relative, {})
         digest = row["digest"] if row.get("identity") == identity else hash_file(path, algorithm)
         if not is_racy:

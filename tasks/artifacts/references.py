@@ -1,4 +1,4 @@
-"""References to hubs and web servers, resolved once per run; offline, taken from earlier artifacts."""
+"""References to hubs and web servers, resolved once a run; offline, as in earlier artifacts."""
 
 from __future__ import annotations
 

@@ -224,9 +224,8 @@ class ArtifactStore:
                 with locked(self.lock_path(stage, key)):
                     if is_locked(self.log_path(stage, key)):
                         return False
-                    removed = attempt.path.with_suffix(
-                        REMOVED
-                    )  # a crash must not leave half an artifact
+                    # a crash must not leave half an artifact
+                    removed = attempt.path.with_suffix(REMOVED)
                     attempt.path.rename(removed)
                     shutil.rmtree(removed)
                     removed.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)
@@ -254,9 +253,8 @@ class ArtifactStore:
             )
             raise StoreError(
                 f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Free space (dapo runs gc removes unused artifacts), "
-                "correct the "
-                "permissions, or set store.path to another directory"
+                "Finished artifacts are untouched. Free space (dapo runs gc removes unused "
+                "artifacts), correct the permissions, or set store.path to another directory"
             ) from error
 
     def _forget(self, stage: str, key: str) -> None:
@@ -306,7 +304,7 @@ class ArtifactStore:
     def _publish(
         self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]
     ) -> Artifact:
-        """Writes the manifest and renames the directory to its final name, durably and atomically."""
+        """Write the manifest and rename the directory to its final name, durably and atomically."""
         if (partial / MANIFEST_NAME).exists():
             raise StoreError(
                 f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the "
@@ -317,8 +315,7 @@ class ArtifactStore:
         if unwritten or any(entry.algorithm not in ALGORITHMS for entry in entries):
             raise StoreError(
                 f"stage {parts.stage} returned digests for files it did not write, or with an "
-                "unknown algorithm: "
-                f"{dict(output.digests)}"
+                f"unknown algorithm: {dict(output.digests)}"
             )
         digest = content_digest(entries)
         manifest = {

@@ -31,8 +31,7 @@ class ModelConfig(ModelCodeConfig):
     source: Literal["path", "recipe", "huggingface", "modelscope", "url"] = key(
         "path",
         "`path` takes a local folder, `recipe` builds a small model, `huggingface` and "
-        "`modelscope` fetch from a "
-        "hub, `url` from a web server.",
+        "`modelscope` fetch from a hub, `url` from a web server.",
     )
     path: str | None = key(None, "Hugging Face model folder (source: path).")
     id: str | None = key(None, "ORG/NAME of the model (source: huggingface or modelscope).")
@@ -124,8 +123,7 @@ class FlowConfig(Section):
     lock_path: str | None = volatile(
         None,
         "Lock file that limits training to one at a time; unset: a file in store.path. Stores that "
-        "share devices "
-        "need the same file.",
+        "share devices need the same file.",
     )
     stop_seconds: float = volatile(
         120.0, "Time for a stopping training to write its last checkpoint.", ge=0
@@ -133,8 +131,7 @@ class FlowConfig(Section):
     log_lines_per_minute: int = volatile(
         120,
         "Maximum lines per minute from a stage's output in the Prefect UI, plus as many warnings; "
-        "the log file "
-        "has all.",
+        "the log file has all.",
         ge=1,
     )
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig)
@@ -180,8 +177,7 @@ class ChainConfig(TrainingConfig):
             ):
                 raise ValueError(
                     f"external.{given[0]} would be ignored by train.backend=own; set train.backend "
-                    "to the "
-                    "trainer it belongs to, or remove it"
+                    "to the trainer it belongs to, or remove it"
                 )
             return self
         if self.checkpoint.keep_best:
@@ -197,8 +193,7 @@ class ChainConfig(TrainingConfig):
         if self.merge.checkpoint == "best" and not self.checkpoint.keep_best:
             raise ValueError(
                 "merge.checkpoint=best needs a best checkpoint, and checkpoint.keep_best=0 keeps "
-                "none; set "
-                "checkpoint.keep_best=1, or merge.checkpoint=latest"
+                "none; set checkpoint.keep_best=1, or merge.checkpoint=latest"
             )
         return self
 
@@ -214,9 +209,7 @@ class ChainConfig(TrainingConfig):
 
     @property
     def lengths(self) -> Lengths:
-        """The token limits of the recipe; for a suite, those of the benchmark with the longest
-        answers.
-        """
+        """The recipe's token limits; for a suite, those of its longest answers."""
         asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [
             self.lengths_of(None)
         ]

@@ -94,8 +94,7 @@ class DataConfig(PromptsConfig):
     prompt_template: str | None = key(
         None,
         "Text with {problem} or any column, a file with such a text, or a template of "
-        "evaluate.prompt; unset: the "
-        "set's.",
+        "evaluate.prompt; unset: the set's.",
     )
     system_prompt: str | None = key(
         None, "System prompt of every problem; unset: the row's, if any."
@@ -122,8 +121,7 @@ class DataConfig(PromptsConfig):
         if not sets:
             raise ValueError(
                 f"data.{info.field_name} is not set; set it to a registered name (dapo datasets), "
-                "a file or "
-                "folder, or a hub's id such as hf:ORG/NAME"
+                "a file or folder, or a hub's id such as hf:ORG/NAME"
             )
         names = [(one.set, one.path) for one in sets]
         if len(set(names)) < len(names):

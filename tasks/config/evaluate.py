@@ -267,8 +267,8 @@ class EvaluateConfig(Section):
             if not _NAME.fullmatch(label) or label == POOLED:
                 raise ValueError(
                     f"evaluate.benchmarks: {label!r} names a folder and a column: it may only "
-                    "contain letters, "
-                    f"digits, _ and -, and must not be {POOLED!r}; set the benchmark's `name`"
+                    f"contain letters, digits, _ and -, and must not be {POOLED!r}; set the "
+                    "benchmark's `name`"
                 )
             if labels.count(label) > 1:
                 raise ValueError(

@@ -37,15 +37,13 @@ class ExternalConfig(Section):
     converter: str | None = key(
         None,
         "Command that converts Megatron weights to Hugging Face, with {checkpoint}, {model} and "
-        "{output}; unset: "
-        "verl's own merger.",
+        "{output}; unset: verl's own merger.",
         min_length=1,
     )
     train_rows: str | None = volatile(
         None,
         "Parquet in verl's own schema, for example with images, to use instead of the prepared "
-        "training rows; its "
-        "digest is part of the key.",
+        "training rows; its digest is part of the key.",
         min_length=1,
     )
     held_out_rows: str | None = volatile(
@@ -59,8 +57,7 @@ class ExternalConfig(Section):
     job_server: str | None = volatile(
         None,
         "Ray job server that runs the trainer, http://HOST:8265; unset: RAY_ADDRESS if it is one, "
-        "else this "
-        "machine.",
+        "else this machine.",
         pattern=r"^https?://[^/\s]",
     )
 
@@ -77,7 +74,6 @@ class ExternalConfig(Section):
             if is_secret(name, str(value)) and not str(value).startswith("$"):
                 raise ValueError(
                     f"external.env.{name} is a secret, and configurations are written to logs and "
-                    "manifests; "
-                    f"set the variable before the run, and external.env.{name}=${name}"
+                    f"manifests; set the variable before the run, and external.env.{name}=${name}"
                 )
         return env

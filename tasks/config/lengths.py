@@ -74,10 +74,9 @@ def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
         longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
         return found, (
             f"no lengths fit: prompts of {longest} tokens leave no room for a response in "
-            f"{bounds.positions} "
-            "positions; use a model with more positions, or shorter prompts (data.too_long=drop "
-            "with a lower "
-            "data.max_prompt_tokens drops long prompts from training)"
+            f"{bounds.positions} positions; use a model with more positions, or shorter prompts "
+            "(data.too_long=drop with a lower data.max_prompt_tokens drops long prompts from "
+            "training)"
         )
     return found, "these fit together: " + " ".join(lengths.changes(other))
 
@@ -96,10 +95,9 @@ def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
         (
             longest > most,
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above "
-            "train.micro_batch_tokens="
-            f"{lengths.micro_batch} x train.sequence_parallel={bounds.sequence_parallel} = {most}: "
-            "the longest "
-            "sequence does not fit into one micro-batch; raise train.micro_batch_tokens",
+            f"train.micro_batch_tokens={lengths.micro_batch} x "
+            f"train.sequence_parallel={bounds.sequence_parallel} = {most}: the longest sequence "
+            "does not fit into one micro-batch; raise train.micro_batch_tokens",
         ),
         (
             served > lengths.served,
@@ -118,14 +116,12 @@ def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
         (
             positions is not None and longest > positions,
             f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.prompt} + "
-            f"{lengths.response} is "
-            f"above the model's {positions} positions",
+            f"{lengths.response} is above the model's {positions} positions",
         ),
         (
             positions is not None and lengths.served > positions,
             f"serve.max_model_len={lengths.served} is above the model's {positions} positions: "
-            "vLLM would refuse "
-            "it",
+            "vLLM would refuse it",
         ),
         (
             prompt > lengths.prompt,

@@ -78,9 +78,8 @@ class ServeConfig(Section):
         if self.memory_utilization is not None and self.memory_gigabytes is not None:
             raise ValueError(
                 f"serve.memory_utilization={self.memory_utilization:g} would be ignored by "
-                "serve.memory_gigabytes="
-                f"{self.memory_gigabytes:g}, which sizes the KV cache by itself; set one of the "
-                "two to null"
+                f"serve.memory_gigabytes={self.memory_gigabytes:g}, which sizes the KV cache by "
+                "itself; set one of the two to null"
             )
         return self
 

@@ -91,7 +91,7 @@ def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode
 
 
 def write_card(card: Mapping[str, Any], folder: Path) -> None:
-    """Write data_card.json and data_card.md; training adds `prompt_lengths` (dapo_core.draw.tokenizing)."""
+    """Write data_card.json and data_card.md; training adds `prompt_lengths` to the first."""
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     # Rows may contain lone surrogates, which UTF-8 cannot encode.
     (folder / CARD_JSON).write_bytes(text.encode(errors="replace"))

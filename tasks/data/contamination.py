@@ -1,5 +1,4 @@
-r"""Finds training problems that are also in an evaluation set, by equal texts or shared runs of 13
-words.
+r"""Finds training problems that are also in an evaluation set: equal texts, or runs of 13 words.
 
 Texts are compared by words (letters, numbers, LaTeX commands, single Chinese characters) and signs,
 ignoring layout, drawings and instructions, that is, sentences shared by many problems of a set. Two
@@ -33,10 +32,8 @@ Mode = Literal["remove", "warn", "error"]
 
 RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
 MIN_OVERLAP = 0.6  # of the evaluation problem's words
-SHARED_SHARE, SHARED_ROWS = (
-    0.001,
-    3,
-)  # a sentence in this many problems of a set may be an instruction
+# A sentence in this share of a set's problems, and in so many, may be an instruction.
+SHARED_SHARE, SHARED_ROWS = 0.001, 3
 WIDELY_SHARED_SHARE = 0.2  # in this many it is one, and its numbers do not count
 SAMPLED_ROWS = 20_000  # at most this many are searched for such sentences
 BATCH_ROWS = 10_000
@@ -71,8 +68,7 @@ class Hit:
 def find_hits(
     train_set: str, texts: Callable[[], Iterator[str]], sets: Mapping[str, Sequence[Problem]]
 ) -> list[Hit]:
-    """The problems of a training set that are also in an evaluation set, ordered by row, then by
-    set.
+    """The training problems that are also in an evaluation set, ordered by row, then by set.
 
     `texts` is called twice and yields the texts of the distinct problems. Memory use is bounded by
     the evaluation sets and BATCH_ROWS texts.
@@ -104,8 +100,7 @@ def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
         first = "; ".join(f"row {hit.row} is {hit.evaluation_set} {hit.item}" for hit in hits[:3])
         raise DataError(
             f"{finding} ({first}): accuracy would measure memorization. Set "
-            "data.contamination=remove to train "
-            "without them, or warn to keep them"
+            "data.contamination=remove to train without them, or warn to keep them"
         )
     if mode == "warn":
         logger.warning(
@@ -208,9 +203,8 @@ class _Items:
         )
         self.weights = weights * np.uint64(2) + np.uint64(1)
         hashes, rows = self._run_hashes(words)
-        self.places: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # hash of a run -> [(item, index of its first word)]
+        # hash of a run -> [(item, index of its first word)]
+        self.places: dict[int, list[tuple[int, int]]] = {}
         firsts = np.cumsum([0, *(length + 1 for length in self.num_words)])
         for place in np.flatnonzero(hashes).tolist():
             item = int(rows[place])
@@ -224,15 +218,11 @@ class _Items:
         for row, text in enumerate(texts):
             equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
             found = {
-                item: overlap
-                for item, overlap in overlaps.get(row, {}).items()
-                if overlap >= MIN_OVERLAP
+                item: share for item, share in overlaps.get(row, {}).items() if share >= MIN_OVERLAP
             }
             whole = tokens_of(text) if found or equal else []
             marks = _marks(whole)
-            found = {
-                item: overlap for item, overlap in found.items() if not self.marks[item] - marks
-            }
+            found = {item: share for item, share in found.items() if not self.marks[item] - marks}
             equal = [item for item in equal if _has_in_order(whole, self.asked[item])]
             found |= dict.fromkeys(equal, 1.0)
             for item, overlap in sorted(found.items()):

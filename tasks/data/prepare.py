@@ -47,9 +47,8 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
             name: write_held_out(config, sources, Path(work) / name)
             for name, sources in held_out_files(config).items()
         }
-        held_out: dict[
-            str, dict[str, Problem]
-        ] = {}  # by set, then text: a benchmark may also be in data.eval
+        # by set, then text: a benchmark may also be in data.eval
+        held_out: dict[str, dict[str, Problem]] = {}
         for name in evaluated:
             for problem in read_held_out(Path(work) / name).problems:
                 held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
@@ -99,9 +98,8 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
                 f"{source.key}: {source.name} has {num_distinct} problems, but the complete set "
-                "has "
-                f"{source.known.num_items}: accuracy would not match published figures; use the "
-                "complete file"
+                f"has {source.known.num_items}: accuracy would not match published figures; use "
+                "the complete file"
             )
         rows += found
     write_rows(iter([rows]), schema_of(iter([rows])), path)
@@ -111,7 +109,7 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
 def write_training(
     config: ChainConfig, path: Path, held_out: Mapping[str, Sequence[Problem]]
 ) -> tuple[list[Counted], list[Hit]]:
-    """Write the usable, distinct problems of data.train; returns row counts and contamination hits."""
+    """Write the usable, distinct problems of data.train; returns counts and contamination hits."""
     counts, seen, data_sources, ends = list[Counted](), Seen(), set[str](), list[int]()
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
         owners = list[SetCount]()  # the set of each kept row
@@ -159,7 +157,7 @@ def _find_held_out(
     held_out: Mapping[str, Sequence[Problem]],
     left_out: Set[int],
 ) -> tuple[list[Hit], set[int]]:
-    """Contamination hits, and the numbers of all dropped rows; `ends` are the end rows of the sets."""
+    """Contamination hits, and the numbers of all dropped rows; `ends` are the sets' end rows."""
     hits, left_out = list[Hit](), set(left_out)
     for (source, count), (first, end) in zip(counts, itertools.pairwise([0, *ends]), strict=True):
 

@@ -84,8 +84,7 @@ def find_format(
         if not Path(prompt).is_file():
             raise ProblemsError(
                 f"data.prompt_template={prompt} is not a text with {{problem}}, a file, or one of "
-                f"the templates "
-                f"{', '.join(TEMPLATES)}"
+                f"the templates {', '.join(TEMPLATES)}"
             )
         text = read_utf8(Path(prompt)).removesuffix("\n")
     named = dict.fromkeys(_PLACE.findall(text))
@@ -94,8 +93,7 @@ def find_format(
     if {columns.answer, "answer", "solution", "ground_truth"} & named.keys():
         raise ProblemsError(
             "data.prompt_template contains a column that holds the answer, which the prompt would "
-            "reveal; "
-            "write \\boxed{...} for a box"
+            "reveal; write \\boxed{...} for a box"
         )
     return PromptFormat(
         "own",

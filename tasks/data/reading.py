@@ -95,8 +95,7 @@ def iterate_source(
         ):
             raise ProblemsError(
                 f"{source.name} has no column {', '.join(missing)}, which data.prompt_template "
-                "uses; it has "
-                f"{', '.join(sorted(row))}"
+                f"uses; it has {', '.join(sorted(row))}"
             )
         count.read += 1
         if isinstance(problem, Unusable):
@@ -158,15 +157,12 @@ class Seen:
     """The problems seen so far, by digest: about 100 bytes each, whatever their length."""
 
     def __init__(self) -> None:
-        self._first: dict[
-            bytes, tuple[int, bytes]
-        ] = {}  # digest -> (first row, digest of its answer)
+        # digest -> (first row, digest of its answer)
+        self._first: dict[bytes, tuple[int, bytes]] = {}
         self.contradicted: set[int] = set()  # first rows whose answer a later row contradicts
 
     def add(self, problem: Problem, number: int) -> str | None:
-        """Record a problem; returns None if it is new, else the reason to leave it out. `number`:
-        the kept row.
-        """
+        """Record a problem; returns None if it is new, else why `number` is left out."""
         history = [
             message["content"]
             for message in (problem.messages or ())[:-1]
@@ -200,7 +196,7 @@ def batched(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str
 
 @dataclass(frozen=True)
 class Shown:
-    """A prepared row for display: prompt text, its tokens if a tokenizer was given, and the answer."""
+    """A prepared row for display, with its number of tokens if a tokenizer was given."""
 
     id: str
     prompt: str

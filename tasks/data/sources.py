@@ -73,32 +73,25 @@ class Source:
 
     def settings(self) -> str:
         """A digest of everything besides content that determines the prepared rows."""
-        known = {
-            "scorer": self.known.scorer,
-            "schemas": [schema.columns for schema in self.known.schemas],
-        }
+        columns = [schema.columns for schema in self.known.schemas]
         facts = {
             "name": self.name,
             "weight": self.weight,
-            "known": known,
+            "known": {"scorer": self.known.scorer, "schemas": columns},
             "prompt_format": dataclasses.asdict(self.prompt_format),
+            "reference": self.reference,
+            "several": self.is_one_of_several,
         }
-        return hashlib.sha256(
-            canonical_json(
-                {**facts, "reference": self.reference, "several": self.is_one_of_several}
-            )
-        ).hexdigest()
+        return hashlib.sha256(canonical_json(facts)).hexdigest()
 
     def content(self) -> str:
-        """A digest of the files, or "" if generated. Raises ConfigError, ProblemsError and
-        DownloadError.
-        """
+        """The files' digest, "" if generated. Raises ConfigError, ProblemsError, DownloadError."""
         if self.path is not None:
             return files_digest(self.key, self.path)
         return "" if self.reference is None else str(self.snapshot().commit)
 
     def snapshot(self) -> Snapshot:
-        """The files of a remote set, resolved once per run. Raises ProblemsError and DownloadError."""
+        """A remote set's files, resolved once a run. Raises ProblemsError and DownloadError."""
         return rows_of(str(self.reference), self.split, resolve_once)
 
     def check_columns(self) -> None:
@@ -194,9 +187,7 @@ def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str
     """The content digest in the newest artifact of the same set, or raises `reason`."""
     for _, manifest in ArtifactStore(store_path).finished("prepare_data"):
         inputs = manifest["inputs"]
-        if (
-            key := next((name for name, value in inputs.items() if value == settings), None)
-        ) is not None:
+        for key in (name for name, value in inputs.items() if value == settings):
             log_earlier(reason, inputs[f"{key} content"], manifest["ended_at"])
             return str(inputs[f"{key} content"])
     raise reason
@@ -286,10 +277,8 @@ def mapped_schema(columns: ColumnsConfig) -> Schema:
         if "messages" in given and messages is None:
             raise Unusable(f"no chat messages in {asked}")
         text = messages[-1]["content"] if messages else needed(text_of(row, asked), f"no {asked}")
-        usual = {"id": "id", "subject": "subject", "level": "level", "data_source": "data_source"}
-        details = {
-            name: row.get(given[column]) for name, column in usual.items() if column in given
-        }
+        usual = ("id", "subject", "level", "data_source")
+        details = {name: row.get(given[name]) for name in usual if name in given}
         gold = needed(text_of(row, given["answer"]), f"no {given['answer']}").strip()
         return problem_of(details, text, gold, messages=messages)
 

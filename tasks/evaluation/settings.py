@@ -134,6 +134,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
     """
     if settings.mode == "loglikelihood":  # nothing is sampled
         return Sampling(1, seed=settings.seed, extra_body=settings.extra_body or None)
+    kwargs = settings.chat_template_kwargs if settings.api == "chat" else None
     sampling = Sampling(
         max_tokens=settings.max_response_tokens,
         temperature=settings.temperature,
@@ -141,9 +142,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         top_k=settings.top_k,
         seed=settings.seed,
         num_samples=settings.num_samples,
-        chat_template_kwargs=settings.chat_template_kwargs or None
-        if settings.api == "chat"
-        else None,
+        chat_template_kwargs=kwargs or None,
         extra_body=settings.extra_body or None,
     )
     if settings.sampling == "settings":
@@ -151,20 +150,18 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
     if model_folder is None:
         logger.warning(
             "evaluate.sampling=model: the model's folder is not on this machine, so temperature, "
-            "top_p and top_k "
-            "are not sent and the server's defaults apply; settings.json cannot record their values"
+            "top_p and top_k are not sent and the server's defaults apply; settings.json cannot "
+            "record their values"
         )
         return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
     named = _read_generation_config(model_folder)
-    further = {
-        name: named[name] for name in _FURTHER_SAMPLING if name in named
-    } | settings.extra_body
+    further = {name: named[name] for name in _FURTHER_SAMPLING if name in named}
     return replace(
         sampling,
         temperature=named["temperature"],
         top_p=named.get("top_p", 1.0),
         top_k=named.get("top_k"),
-        extra_body=further or None,
+        extra_body=further | settings.extra_body or None,
         source="model",
     )
 
@@ -179,11 +176,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
             f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a "
             "temperature"
         ) from None
-    named = (
-        {name: value for name, value in named.items() if value is not None}
-        if isinstance(named, dict)
-        else {}
-    )
+    named = named if isinstance(named, dict) else {}
+    named = {name: value for name, value in named.items() if value is not None}
     if "temperature" in named or named.keys() & {"top_p", "top_k"}:
         return {"temperature": 1.0, **named}
     if named.get("do_sample") is False:

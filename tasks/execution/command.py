@@ -42,8 +42,7 @@ def run_dapo(
     grace_seconds: float = GRACE_SECONDS,
     locks: Sequence[int] = (),
 ) -> None:
-    """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the
-    run's folder.
+    """Run `dapo ARGUMENTS`; output goes to the stage's log file, linked from the run's folder.
 
     Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines`
     admits them; so is the progress in the file of `watch`. The rest is as for `run_command`.
@@ -109,9 +108,6 @@ class PageLines:
     def close_minute(self) -> None:
         """Report on the page how many lines were omitted, and reset the counts."""
         if self._num_omitted:
-            page_logger.info(
-                "... %d lines omitted in this minute; all are in %s",
-                self._num_omitted,
-                self.log_path,
-            )
+            said = "... %d lines omitted in this minute; all are in %s"
+            page_logger.info(said, self._num_omitted, self.log_path)
         self._num_admitted, self._num_omitted = {False: 0, True: 0}, 0

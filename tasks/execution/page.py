@@ -1,5 +1,4 @@
-"""Prefect artifacts of a run: progress, recent training steps, stages with their inputs, the
-report.
+"""Prefect artifacts of a run: progress, recent training steps, stages with their inputs, report.
 
 Artifact keys begin with the recipe's name, so that Prefect keeps a version history per recipe.
 """
@@ -78,11 +77,8 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     built = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}"
     how = f"cached, {built}" if record.cached else built
     facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
-    facts |= {
-        "content": _short(artifact.digest),
-        "host": manifest["host"],
-        "run": _code(str(run.folder)),
-    }
+    facts |= {"content": _short(artifact.digest), "host": manifest["host"]}
+    facts |= {"run": _code(str(run.folder))}
     metrics = {
         name: _number(value)
         for name, value in manifest["metrics"].items()
@@ -94,9 +90,8 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     text += ["## Numbers", _table(metrics)] if metrics else []
     text += ["## Made from", "\n".join(inputs)] if inputs else []
     card = Path(artifact.path) / CARD_MARKDOWN
-    text += (
-        [unwrapped(card.read_text(encoding="utf-8")).replace("# ", "## ")] if card.is_file() else []
-    )
+    if card.is_file():
+        text.append(unwrapped(card.read_text(encoding="utf-8")).replace("# ", "## "))
     PageArtifact(run, label, "markdown", how).show("\n\n".join(text))
 
 
@@ -162,9 +157,7 @@ class CommandProgress:
 
 
 class TrainingProgress:
-    """The progress of a training, from its metrics.jsonl: also a table of recent steps, and
-    validation responses.
-    """
+    """A training's progress from its metrics.jsonl, with recent steps and validation responses."""
 
     def __init__(self, run: Run, label: str, folder: Path) -> None:
         name = run.config.run.name
@@ -221,9 +214,7 @@ def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class PageArtifact:
-    """A Prefect artifact that is created once and then updated, to avoid filling the database with
-    versions.
-    """
+    """A Prefect artifact that is updated in place: each new one would stay in the database."""
 
     def __init__(self, run: Run, name: str, kind: str, description: str) -> None:
         key = artifact_key(run.config.run.name, name)
@@ -232,9 +223,7 @@ class PageArtifact:
         self._id: UUID | None = None
 
     def show(self, data: Any) -> None:
-        """Send the content to this flow run's API in the background. Does nothing outside a flow
-        run.
-        """
+        """Send the content to this flow run's API in the background; nothing outside a flow run."""
         if self._request.flow_run_id is None:
             # a client without a server address would start a server that outlives this process
             return
@@ -277,9 +266,7 @@ def _link(run: Run, label: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A number rounded to four significant digits, or to an integer from 1000; other values
-    unchanged.
-    """
+    """A number rounded to four significant digits, or to an integer from 1000."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return value
     short = round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

@@ -48,17 +48,13 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The class and message of the error, without secrets and without the child's last lines
-    (already shown).
-    """
+    """The error's class and message, without secrets and without the child's last lines."""
     summary = error.summary if isinstance(error, ChildProcessFailed) else ""
     return redact(f"{type(error).__name__}: {summary or error}")
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
-    """A copy of the error with a one-line message: its summary, plus the last line of a child
-    process.
-    """
+    """A copy of the error with one line: its summary, and the child's last line."""
     short = copy.copy(error)
     is_child = isinstance(error, ChildProcessFailed)
     reason = str(error).rpartition("\n  | ")[2][:MAX_REASON_CHARS] if is_child else ""

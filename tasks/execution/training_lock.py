@@ -27,9 +27,7 @@ def training_lock_path(config: ChainConfig) -> Path:
 
 
 def nightly_lock_path(config: ChainConfig) -> Path:
-    """The lock that a nightly run holds from start to end, beside the training lock and named after
-    it.
-    """
+    """The lock that a nightly run holds from start to end, beside the training lock."""
     path = training_lock_path(config)
     return path.with_name(f"nightly-{path.name}")
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tasks.preflight.prompts import longest_prompt, prompt_tokens
 
 logger = logging.getLogger(__name__)
 
+Rows = list[dict[str, Any]]
 NO_COLUMNS: Mapping[str, str] = {}
 HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
@@ -75,9 +76,8 @@ def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[s
         if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
             raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
-            f"{path} has the columns {', '.join(names)}, and no name suggests that it holds "
-            f"the {'problem' if problem is None else 'answer'}; add --columns "
-            "problem=NAME,answer=NAME"
+            f"{path} has the columns {', '.join(names)}, and no name suggests that it holds the "
+            f"{'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
         )
     asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
     return {**given, asked: problem, "answer": answer}
@@ -120,10 +120,6 @@ def data_sets(
         {"data": {"train": value, "eval": value}, "model": {"source": "recipe"}}
     )
     source, count = train_sources(config)[0], SetCount(train)
-    one = value[0] if isinstance(value, list) else {"set": value}
-    is_solved = (
-        one["set"] in SETS
-    )  # a part must not use the name of the set: accuracy would not compare
     if path.stat().st_size > LARGE_FILE_BYTES:
         logger.info(
             "reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size)
@@ -136,29 +132,38 @@ def data_sets(
         prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
         if longest_prompt(facts, prompts) > facts.positions - MIN_RESPONSE_TOKENS:
             too_long = _leave_out_long(facts, prompts, found, count)
-    rows = [
-        {"id": str(at), "problem": problem.text, "answer": problem.gold} if is_solved else dict(row)
-        for at, (_, problem, row) in enumerate(each for each in found if each[0] not in too_long)
-    ]
     count.require_usable(
         MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns."
     )
-    written: dict[str, list[dict[str, Any]]] = {"train": rows} if count.refused else {}
+    one = value[0] if isinstance(value, list) else {"set": value}
+    kept = [(problem, row) for number, problem, row in found if number not in too_long]
+    if one["set"] in SETS:  # a part must not use the name of the set: accuracy would not compare
+        one, rows = {"set": train}, _solved(problem for problem, _ in kept)
+    else:
+        rows = [dict(row) for _, row in kept]
+    written = {"train": rows} if count.refused else {}
     if held_out is None:
-        if len(rows) < 2 * MIN_HELD_OUT:
-            raise ConfigError(
-                f"{train} has {len(rows)} rows, too few to split; name a held-out set with --eval"
-            )
-        every = len(rows) // min(max(len(rows) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
-        written = {
-            "train": [row for at, row in enumerate(rows) if at % every],
-            "eval": rows[::every],
-        }
-    one = {"set": train} if is_solved else one
+        written = _split(train, rows)
     for name, part in written.items():
         file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
+
+
+def _split(name: str, rows: Rows) -> dict[str, Rows]:
+    """Training and held-out rows. Raises ConfigError if there are too few."""
+    if len(rows) < 2 * MIN_HELD_OUT:
+        raise ConfigError(
+            f"{name} has {len(rows)} rows, too few to split; name a held-out set with --eval"
+        )
+    every = len(rows) // min(max(len(rows) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
+    return {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
+
+
+def _solved(problems: Iterable[Problem]) -> Rows:
+    return [
+        {"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)
+    ]
 
 
 def _leave_out_long(
@@ -182,8 +187,7 @@ def _leave_out_long(
 
 
 def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) -> Any:
-    """The value of data.eval; a part of a registered set is written beside the recipe, without its
-    name.
+    """The value of data.eval; a part of a registered set is written to a file without its name.
 
     --columns is ignored for files that have none of these columns.
     """
@@ -199,10 +203,7 @@ def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) ->
     problems = [problem for _, _, problem in tried if isinstance(problem, Problem)]
     if len({problem.text for problem in problems}) == SETS[known].num_items:
         return value
-    rows = [
-        {"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)
-    ]
-    return new_files.write("eval", rows)
+    return new_files.write("eval", _solved(problems))
 
 
 class NewFiles:

@@ -103,7 +103,7 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
 
 
 def _facts(model: Mapping[str, Any]) -> ModelFacts:
-    """Facts about a local model; empty for a remote one. Raises PreflightError if it is unusable."""
+    """A local model's facts, none for a remote one. Raises PreflightError if it is unusable."""
     no_data = {"train": ARITHMETIC, "eval": ARITHMETIC}
     config, findings = (
         ChainConfig.model_validate({"data": no_data, "model": dict(model)}),
@@ -147,8 +147,7 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
     if lengths is None:
         raise ConfigError(
             f"the longest prompt has {known} tokens, which leaves no room for a response in the "
-            "model's "
-            f"{bounds.positions} positions; use a model with more positions, or shorter prompts"
+            f"model's {bounds.positions} positions; use a model with more, or shorter prompts"
         )
     served = lengths.prompt + lengths.answer
     served = max(served, (bounds.longest_question or 0) + lengths.answer)
@@ -196,7 +195,7 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
 
 
 def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
-    """KV cache size for some of the longest sequences, at most 1/8 of memory, in steps of 0.1 GiB."""
+    """KV cache for some of the longest sequences, at most 1/8 of memory, in 0.1 GiB."""
     needed = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
     limit = psutil.virtual_memory().total / 8 / GIB
     return max(math.ceil(10 * min(needed, limit)) / 10, 0.2)
@@ -220,19 +219,21 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         else "not measured"
     )
     comments = {
-        "data": f"Names (dapo datasets), files, folders, hf:ORG/NAME. Longest prompt allowed; {longest}.",
+        "data": "Names (dapo datasets), files, folders, hf:ORG/NAME. Longest prompt allowed; "
+        f"{longest}.",
         "model": "A folder, or source: huggingface or modelscope with id and revision.",
-        "rollout": "Responses to each prompt, their longest length, and the engines that sample them.",
-        "reward": "The last tokens before the limit cost points. Scorers by data source, or custom_reward.path.",
+        "rollout": "Responses to each prompt, their longest length, and the engines that sample.",
+        "reward": "The last tokens before the limit cost points. Scorers by data source, or "
+        "custom_reward.path.",
         "sampler": "Prompts in flight at once; groups all right or all wrong are drawn again.",
         "train": "Steps first of all: a few, to see the chain work, then hundreds.",
         "serve": "vLLM servers of the evaluation before and after.",
         "evaluate": "Answers are greedy and as long as in training.",
     }
-    lines = [f"# Written by dapo init for {devices}, {model}{positions}."]
-    lines += [
-        "# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo "
-        "run."
+    lines = [
+        f"# Written by dapo init for {devices}, {model}{positions}.",
+        "# Every other key has its default: dapo config explain KEY. "
+        "Next: dapo plan, then dapo run.",
     ]
     defaults = {
         name: field.get_default(call_default_factory=True, validated_data={})

@@ -1,3 +1,1 @@
-"""Runs of the chain: the current run, its report, recorded runs, plans, export and garbage
-collection.
-"""
+"""Runs of the chain: the current run, its report, records, plans, export, collection."""

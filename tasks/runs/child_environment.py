@@ -1,6 +1,4 @@
-"""The environment variables that the chain sets for child processes, as listed in manifests and run
-records.
-"""
+"""The environment variables that the chain sets for child processes."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
 
 
 def training_folder(run: RecordedRun) -> Path:
-    """The output of a run's training, also while it is in progress; raises StoreError without one."""
+    """The output of a run's training, finished or in progress; StoreError without one."""
     if "train_policy" in run.stages:
         return run.store / run.stages["train_policy"].place
     log = run.folder / "train_policy.log"

@@ -48,11 +48,9 @@ def since_first_night(store: Path, recipe: str, after: str) -> str:
     # A series that starts before that run does not describe the change since.
     pairs = (series for series in history if series.points[0].label == nights[-1].id)
     change = next((series.to_first[-1] for series in pairs), None)
-    return (
-        ""
-        if change is None
-        else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
-    )
+    if change is None:
+        return ""
+    return describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
 
 
 def is_night(run: RecordedRun) -> bool:
@@ -86,16 +84,13 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
     model = artifact_of(night, MODEL_LABEL)
     if model is None:
         logger.warning(
-            "no column %s: the merged model of the run %s is no longer in the store; dapo runs gc keeps "
+            "no column %s: the model of the run %s is no longer in the store; dapo runs gc keeps "
             "that of the newest nightly run",
             LAST_NIGHT,
             night.id,
         )
         return ()
-    entry = {
-        "name": LAST_NIGHT,
-        "path": model.path,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
+    entry = {"name": LAST_NIGHT, "path": model.path}
+    entry |= {"trust_remote_code": config.model.trust_remote_code}
     logger.info("%s is the model of the run %s", LAST_NIGHT, night.id)
     return (f"evaluate.baselines={json.dumps([*given, entry])}",)

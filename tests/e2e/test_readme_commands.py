@@ -138,7 +138,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder after running the commands; the last server still runs, and `url` has its address."""
+    """The folder after running the commands; the last server still runs, at `url`."""
     folder, port = tmp_path_factory.mktemp("typed"), free_ports("127.0.0.1")[0]
     (folder / "url").write_text(f"http://127.0.0.1:{port}")
     commands = readme_commands()

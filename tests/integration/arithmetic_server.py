@@ -133,7 +133,7 @@ Behaviour = Callable[[Handler, str, int], bool]
 
 
 class ArithmeticServer(ThreadingHTTPServer):
-    """A server on a loopback port, by default a free one. `behave` returns True if it has answered."""
+    """A server on a loopback port. `behave` returns True if it has answered."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -28,7 +28,8 @@ from pathlib import Path
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 
-root, builds, go, resumable = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "resumable"
+root, builds, go = map(Path, sys.argv[1:4])
+resumable = sys.argv[4] == "resumable"
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 def build(work):

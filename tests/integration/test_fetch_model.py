@@ -1,4 +1,4 @@
-"""The stage fetch_model with hub models: artifacts, cache hits, kills, templates, and no network."""
+"""The stage fetch_model with hub models: artifacts, cache hits, kills, and no network."""
 
 from __future__ import annotations
 

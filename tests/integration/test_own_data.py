@@ -102,7 +102,8 @@ def write_choices(path: Path) -> None:
     """
     made = [
         {
-            "instruction": f"单选题。\n{n} + 1 = （）。\nA. {n}\nB. {n + 1}\n请把答案放到\\boxed{{}}中。",
+            "instruction": f"单选题。\n{n} + 1 = （）。\nA. {n}\nB. {n + 1}\n"
+            "请把答案放到\\boxed{}中。",
             "output": "<think>\n\n</think>\n<answer>\n答案选项为\\boxed{B}。\n</answer>",
         }
         for n in range(NUM_ROWS)

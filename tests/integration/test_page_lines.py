@@ -1,4 +1,4 @@
-"""The Prefect UI gets a limited number of lines per minute; the terminal and the log file get all."""
+"""The Prefect UI gets few lines a minute; the terminal and the log file get all."""
 
 from __future__ import annotations
 

@@ -308,9 +308,8 @@ def test_a_forced_build_keeps_the_old_artifact(store: ArtifactStore) -> None:
 
 def test_a_failed_forced_build_keeps_the_hit_and_resumes_when_forced(store: ArtifactStore) -> None:
     steps: list[int] = []
-    old, _ = store.produce(
-        PARTS, train(False, steps), resumable=True, force=True
-    )  # as without force
+    # as without force
+    old, _ = store.produce(PARTS, train(False, steps), resumable=True, force=True)
     with pytest.raises(InterruptedError):
         store.produce(PARTS, train(True, steps), resumable=True, force=True)
     assert store.produce(PARTS, train(False, steps), resumable=True) == (old, True)

@@ -37,7 +37,8 @@ def test_npu_variables_match_the_table() -> None:
         "name": "VLLM_ASCEND_ENABLE_NZ",
         "value": "0",
         "children": "policy ranks and rollout workers, unless their node sets it",
-        "why": "Keeps weights in the NZ layout (default 1), in which engines cannot take new weights.",
+        "why": "Keeps weights in the NZ layout (default 1), in which engines cannot take new "
+        "weights.",
     }
     assert "GLOO_SOCKET_IFNAME" not in rows
 

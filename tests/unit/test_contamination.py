@@ -22,8 +22,7 @@ from tasks.data.prepare import build_dataset
 DATA = os.environ.get("DAPO_TEST_DATA")
 BEADS = (
     "A bag holds two red beads and two green beads. You draw a bead $3$ times, replacing it each "
-    "time by a red "
-    "one. Find the probability $p$."
+    "time by a red one. Find the probability $p$."
 )
 
 
@@ -176,7 +175,10 @@ def test_matches_are_removed_kept_or_refused(caplog: pytest.LogCaptureFixture) -
         Hit("x.parquet", 4, "math500", "a", False, 0.7, "t", "e"),
         Hit("x.parquet", 5, "math500", "a", False, 0.9, "t", "e"),
     ]
-    counted = r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), math500 \(1 of its items\)"
+    counted = (
+        r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), "
+        r"math500 \(1 of its items\)"
+    )
     assert rows_to_drop([], 9, "error") == set()
     with caplog.at_level(logging.WARNING):
         assert rows_to_drop(hits, 9, "remove") == {4, 5}

@@ -87,9 +87,8 @@ def test_a_mixture_follows_its_weights_and_resumes() -> None:
     for start in (0, 37, 2000, 4900):  # also over short stretches
         assert sum(prompt.dataset == "b" for prompt in whole[start : start + 100]) == 25
     taken = [[prompt.index for prompt in whole if prompt.dataset == name] for name in "ab"]
-    for indices, rows in zip(
-        taken, (range(40), range(40, 50)), strict=True
-    ):  # each epoch of a set has all of it
+    # each epoch of a set has all of it
+    for indices, rows in zip(taken, (range(40), range(40, 50)), strict=True):
         for first in range(0, len(indices) - len(rows), len(rows)):
             assert sorted(indices[first : first + len(rows)]) == list(rows)
     for position in (0, 1, 999, 1000, 3210):

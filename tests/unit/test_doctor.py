@@ -272,20 +272,3 @@ def test_an_unwritable_store_exits_with_1_and_one_hint(
     assert result.output.count("set store.path") == 1
     assert "free space" not in result.output
     assert f"start one with `dapo up --store {store}`" in result.output
-
-
-@pytest.mark.slow
-def test_a_schedule_without_an_upcoming_run_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, project: Path
-) -> None:
-    """The same server with and without the run, since other checks depend on this machine."""
-    monkeypatch.chdir(project)
-    for name in ("check_packages", "check_torch", "check_space", "check_hardware"):
-        monkeypatch.setattr(doctor, name, lambda *_: Finding("of this machine", OK, ""))
-    for has_run, status in ((True, 0), (False, 1)):
-        server = Server(deployments=[deployment(has_run=has_run)])
-        examined(monkeypatch, server, project)  # patches the server
-        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "new/store"])
-        assert not Path("new").exists()
-        assert result.exit_code == status, result.output
-        assert ("no run is scheduled for dapo-nightly" in result.output) == bool(status)

@@ -1,4 +1,4 @@
-"""`dapo init`: writes the recipe of configs/ for small files, and refuses what it cannot identify."""
+"""`dapo init` writes the recipe of configs/ for small files, or refuses what it cannot identify."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
-from tasks.recipes import first_data
 from tasks.recipes.first_data import data_set, guessed_columns, parse_columns
 from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
-from tests.tiny_models import Architecture, build_tiny
+from tests.tiny_models import build_tiny
 
 CPU = Machine("cpu", 1, 2)
 
@@ -64,19 +63,6 @@ def test_local_files_and_models_need_no_network(
     Path("own.yaml").write_text(text)
     examine(load_config("own.yaml"))
     assert asked == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_recipes_for_other_model_families_plan_clean(
-    folder: Path, architecture: Architecture
-) -> None:
-    build_tiny("models/other", architecture, positions=2048)
-    text = first_recipe(
-        Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU
-    )
-    Path("other.yaml").write_text(text)
-    assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
 
 
 def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
@@ -256,41 +242,14 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     )
     Path("two.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("two.yaml"))} == {OK}
-    assert (
-        len(Path("two.train.jsonl").read_text().splitlines()) == 34
-    )  # the same rows, none held out
+    # the same rows, none held out
+    assert len(Path("two.train.jsonl").read_text().splitlines()) == 34
     assert caplog.text.count("1 of 40 rows, with a prompt of more than 256 tokens; row 5: ") == 2
     Path("none.csv").write_text("question,answer\n" + "Why?,\n" * 40)
     with pytest.raises(
         DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"
     ):
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
-
-
-def test_a_large_file_is_read_once_and_announced(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [
-        {"problem": "word " * (2000 * (n == 5)) + f"What is {n} + 1?", "answer": str(n + 1)}
-        for n in range(40)
-    ]
-    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    begun = list[str]()
-    reading = first_data.iterate_source
-    monkeypatch.setattr(
-        first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what)
-    )
-    monkeypatch.setattr(first_data, "LARGE_FILE_BYTES", 1000)
-    monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
-    with caplog.at_level("INFO", "tasks.recipes.first_data"):
-        first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
-    assert begun == ["long.jsonl"]
-    assert [text.partition(":")[0] for text in caplog.messages] == [
-        "reading all of long.jsonl (11.9 kB); this may take a minute",
-        "a prompt is too long for the model",
-        "long.jsonl",
-    ]
-    assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.messages[-1]
 
 
 def test_existing_files_are_not_overwritten(folder: Path) -> None:

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from durable import locked
 from flows.cli import app
-from flows.tables import print_garbage
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import StageKey
-from tasks.artifacts.store import PARTIAL, ArtifactStore, Attempt
+from tasks.artifacts.store import ArtifactStore
 from tasks.execution.command import link_log
 from tasks.links import link_of
 from tasks.runs.collect_garbage import Unused, collect_garbage
@@ -180,9 +179,8 @@ def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> 
     log_path.touch()
     make_old(attempt, run.folder)
     record_run(small_config(tmp_path, "run.seed=5"))
-    assert key[:16] in keys(
-        collect(tmp_path)
-    )  # the attempt does not keep the artifact it should replace
+    # the attempt does not keep the artifact it should replace
+    assert key[:16] in keys(collect(tmp_path))
     [kept] = collect(tmp_path, is_dry_run=True)
     assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (
         attempt,
@@ -300,20 +298,3 @@ def test_the_gc_command_reports_what_it_frees(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command, catch_exceptions=False).stdout
     assert f"3 folders removed, {total:,} bytes in total" in done
     assert stored_keys(tmp_path).isdisjoint(own_of(first))
-
-
-def test_a_narrow_table_is_not_truncated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_id = "20260301T020000.000Z-12345"
-    attempt = Attempt(tmp_path / "merge_checkpoint" / ("b" * 16) / "12.partial", 12, PARTIAL)
-    monkeypatch.setattr("flows.tables.WIDTH", 80)
-    print_garbage(
-        [Unused(attempt, 12_345_678_901, run_id, "in use, or being built")], True, {run_id: "12345"}
-    )
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
-    first_cells = "".join(line.split()[0] for line in shown.splitlines() if line[:1].strip())
-    assert f"{'b' * 16}/12.partial" in first_cells
-    assert re.search(r"merge_checkpoint +12,345,678,901 +12345", shown)

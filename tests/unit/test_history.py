@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
@@ -11,15 +10,12 @@ from pathlib import Path
 
 import pytest
 from prefect.exceptions import TerminationSignal
-from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo_core.errors import DataError
 from durable import is_locked, locked
 from eval.results.rows import ResultsError
-from flows import tables
 from flows.cli import app
-from flows.tables import print_runs
 from tasks.artifacts.artifact import StoreError
 from tasks.runs.history import (
     artifact_of,
@@ -168,24 +164,6 @@ def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
     assert "0Z-1" not in cut
 
 
-def test_on_a_narrow_terminal_each_run_has_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
-    write_run(
-        tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly"
-    )
-    write_run(tmp_path, IDS[1], state="running")
-    terminal = functools.partial(Console, width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(tables, "Console", terminal)
-    print_runs(list(read_runs(tmp_path)), short_ids(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5  # two of them for the head
-    assert max(map(len, lines)) <= 80
-    assert lines[-1].split()[3:5] == ["a_recipe…", "completed"]
-    assert "dapo-" not in "".join(lines)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs that differ in a training key."""
@@ -326,10 +304,7 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
         changed_keys(oldest, newest)
     # of which the one before is not the subject
     shown = dapo("runs", "show", "latest", "--store", own)
-    assert (
-        f"Configuration changes since the previous run, {oldest.id}: unknown, one cannot be read"
-        in shown
-    )
+    assert f"Configuration changes since {oldest.id}: unknown, one cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not a report .*dapo stage compare"):

@@ -123,9 +123,8 @@ def test_without_a_terminal_bytes_are_logged_in_tenths_or_by_time(
 def test_an_evaluation_is_logged_in_tenths_or_by_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = iter(
-        [0.0, 59.0, 61.0, 70.0, 80.0, 139.0, 141.0]
-    )  # the start, then each finished request
+    # the start, then each finished request
+    seconds = iter([0.0, 59.0, 61.0, 70.0, 80.0, 139.0, 141.0])
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     row = make_row(make_items(1)[0], "r")
     with caplog.at_level(logging.INFO, "eval.requests.run"), run._Progress(40, None) as shown:

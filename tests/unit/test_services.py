@@ -24,7 +24,7 @@ from prefect.plugins import HookContext
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 
 from dapo_core.errors import ConfigError
-from durable import LockHeld, locked
+from durable import LockHeld
 from flows import services
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
@@ -224,31 +224,6 @@ def test_damaged_files_are_reported_by_name(
         provide_prefect_api(tmp_path)
 
 
-@pytest.mark.parametrize("store", [".dapo", "a b"])
-def test_messages_name_a_command_for_this_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": []}))
-    place = Services(Path(store))
-    place.folder.mkdir(parents=True)
-    down = "dapo down" if store == ".dapo" else f"dapo down --store '{tmp_path}/a b'"
-    place.server.record_path.write_text(
-        json.dumps({"api_url": "http://a/api", "host": "a", "port": 1})
-    )
-    with (
-        locked(place.server.lock),
-        pytest.raises(ServicesError, match=f"run `{down}` to change its address"),
-    ):
-        bring_up(Path(store), tmp_path, port=2)
-    more = down.removeprefix("dapo down")
-    with (
-        locked(place.worker.lock),
-        pytest.raises(ServicesError, match=f"`dapo up{more}` .*`dapo down --cancel{more}`"),
-    ):
-        take_down(Path(store), cancel=False)
-
-
 def test_an_unreachable_server_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,8 +339,6 @@ def test_prefect_gets_settings_that_the_user_has_not_set(
     ("words", "completed"),
     [
         ("deployment run dapo-full --watch", "deployment run dapo-full/dapo-full --watch"),
-        ("deployment run --watch dapo-full", "deployment run --watch dapo-full/dapo-full"),
-        ("deployment run mine/other", "deployment run mine/other"),
         ("deployment schedule ls dapo-nightly", "deployment schedule ls dapo-nightly/dapo-nightly"),
     ],
 )

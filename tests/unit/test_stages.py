@@ -132,15 +132,6 @@ def test_a_field_changes_only_the_keys_of_stages_that_read_it(name: str) -> None
     } == expected
 
 
-def test_names_places_and_timeouts_are_volatile() -> None:
-    silent = ("run.name", "store.path", "checkpoint.save_every", "train.num_ranks", "serve.port")
-    assert all(FIELDS[name] for name in (*silent, "evaluate.concurrency"))
-    assert not any(
-        FIELDS[name]
-        for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed")
-    )
-
-
 @pytest.mark.parametrize("stage", STAGES, ids=range(len(STAGES)))
 def test_config_inputs_code_and_versions_are_all_in_the_key(stage: Stage) -> None:
     key = stage.key(CONFIG_TREE, {"a": "1"})

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import METRICS_FILE
-from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs.history import read_run, require_artifact
@@ -48,14 +46,3 @@ def test_a_run_of_the_same_name_calibrates_the_estimate(tmp_path: Path) -> None:
 def test_an_accelerator_must_be_named() -> None:
     with pytest.raises(ConfigError, match=r"set train\.device_model to one of Atlas 800T A2"):
         time_of(load_config(RECIPE, ["train.device_model=null"]))
-
-
-def test_the_command_prints_phases_and_assumptions() -> None:
-    shown = CliRunner().invoke(app, ["plan", RECIPE, "--memory", "--time"])
-    assert shown.exit_code == 0, shown.output
-    assert shown.output.index("it fits") < shown.output.index("a training step")
-    assert "60% reached in decoding" in shown.output
-    found = json.loads(CliRunner().invoke(app, ["plan", RECIPE, "--time", "--json"]).stdout)
-    time = found["time"]
-    assert set(time["seconds"]) == {"generate", "anchor", "update", "publish"}
-    assert sum(time["seconds"].values()) == pytest.approx(time["step_seconds"])

@@ -108,9 +108,8 @@ def test_inspecting_the_lock_does_not_skip_a_run(
     monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
-        looking.enter_context(
-            durable.locked(path, shared=True)
-        )  # as durable.is_locked does for an instant
+        # as durable.is_locked does for an instant
+        looking.enter_context(durable.locked(path, shared=True))
         timer = threading.Timer(0.1, looking.pop_all().close)
         timer.start()
         with hold(path, "run-8", skips_if_locked=True):
@@ -127,9 +126,8 @@ def test_the_lock_outlives_a_killed_flow_and_skips_other_runs(tmp_path: Path) ->
             raise AssertionError("two trainings at once")
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
-        assert f"pid {flow.pid} on " in str(
-            durable.find_holder(path)
-        )  # its command ignores SIGTERM
+        # its command ignores SIGTERM
+        assert f"pid {flow.pid} on " in str(durable.find_holder(path))
     with hold(path, "run-8", skips_if_locked=True):
         pass
 
@@ -155,9 +153,8 @@ metrics.write_text('{"step": 1}\\n')
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(
-        "tasks.execution.page.PageArtifact.show", lambda *_: None
-    )  # there is no server
+    # there is no server
+    monkeypatch.setattr("tasks.execution.page.PageArtifact.show", lambda *_: None)
     monkeypatch.setattr(durable, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(
         command,
