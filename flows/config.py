@@ -30,16 +30,14 @@ class WebhookConfig(Section):
     @field_validator("url")
     @classmethod
     def _url_can_be_posted_to(cls, url: str | None) -> str | None:
-        if (
-            url is not None
-            and not re.fullmatch(r"\$[A-Za-z_]\w*", url)
-            and not is_http_address(url)
-        ):
+        if url is None:
+            return None
+        if not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
             raise ValueError(
                 "flow.webhook.url must be an http or https URL, or $NAME of an environment variable"
             )
-        if url is not None:  # anyone who knows the URL can post to it
-            add_secret_url(os.environ.get(url[1:], "") if url.startswith("$") else url)
+        # anyone who knows the URL can post to it
+        add_secret_url(os.environ.get(url[1:], "") if url.startswith("$") else url)
         return url
 
 
@@ -56,8 +54,7 @@ class Config(ChainConfig):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved configuration: defaults < file < overrides of the form
-    `section.key=value`.
+    """Return the configuration: defaults < file < overrides of the form `section.key=value`.
 
     Raises ConfigError as `loading.load` does.
     """

@@ -32,8 +32,7 @@ def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) ->
 
 
 def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -> dict[str, Any]:
-    """Run every stage, then the report; with `skips_if_locked`, raises RunSkipped while another
-    training runs.
+    """Run every stage, then the report; `skips_if_locked` raises RunSkipped beside a training.
 
     A plain function shared by two flows, because a subflow costs Prefect 1.2 s.
     """

@@ -45,10 +45,8 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
         ]
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
         hooks: dict[str, Any] = {"on_completion": [complete_page]}
-        hooks |= {
-            f"on_{end}": [complete_page, report_failure]
-            for end in ("failure", "crashed", "cancellation")
-        }
+        for end in ("failure", "crashed", "cancellation"):
+            hooks[f"on_{end}"] = [complete_page, report_failure]
         return flow(name=name, description=description, flow_run_name=name_run, **hooks)(function)
 
     return decorate
@@ -65,7 +63,8 @@ def name_run() -> str:
     # may be secret
     shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]
     words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
-    words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
+    if (more := len(shown) - NUM_SHOWN_CHANGES) > 0:
+        words.append(f"+{more} more")
     if "fresh_seed" in given:
         words.append(f"{scheduled_night()}")
     words += [str(given["side"])] if given.get("side") else []

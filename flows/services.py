@@ -201,17 +201,15 @@ class Services:
     def answers(self) -> bool:
         """True if this store's server answers, rather than another one on the same port."""
         record = self.server.read()
-        is_here = record["machine"] == platform.node()
-        return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(
-            self.api_url
-        )
+        if record["machine"] == platform.node() and not is_listening(record["pid"], record["port"]):
+            return False
+        return is_healthy(self.api_url)
 
 
 def store_option(store: Path) -> str:
     """Return the --store option for a command, "" for the default store."""
-    return (
-        "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
-    )
+    is_default = store.resolve() == DEFAULT_STORE.resolve()
+    return "" if is_default else f" --store {shlex.quote(str(store))}"
 
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:

@@ -31,8 +31,7 @@ def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str,
 
 
 def model_files(config: ChainConfig) -> dict[str, str]:
-    """The identity of a fetched model: its commit and file digests, or the identity of the folder
-    model.path.
+    """The identity of a model: its commit and file digests, or that of the folder model.path.
 
     A local folder is identified by names, sizes and modification times, because hashing would read
     all weights for every plan; the artifact made from it is hashed. Empty for model.recipe. Raises
@@ -79,8 +78,7 @@ def validates(config: ChainConfig) -> bool:
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the custom scorer, reference model, initial checkpoint and external rows in the
-    configuration.
+    """Digests of the scorer, reference model, checkpoint and external rows in the configuration.
 
     Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """

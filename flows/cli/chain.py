@@ -27,8 +27,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', 
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force",
-        help="Rebuild even if the store has the output, or resume an unfinished attempt.",
+        "--force", help="Rebuild even if the store has the output, or resume an unfinished attempt."
     ),
 ]
 SideOption = Annotated[
@@ -47,9 +46,7 @@ TimeOption = Annotated[
 GigabytesOption = Annotated[
     float | None,
     typer.Option(
-        "--device-gigabytes",
-        min=0.001,
-        help="Device memory in GiB, instead of train.device_model.",
+        "--device-gigabytes", min=0.001, help="Device memory in GiB, instead of train.device_model."
     ),
 ]
 

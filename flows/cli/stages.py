@@ -151,11 +151,9 @@ def train(
 
     with tracked() as on_step:
         result = train_model(settings, data, model, output, on_step, held_out)
-    counts = (
-        f"{counted(result.steps, 'training step')}, "
-        f"{counted(result.policy_version, 'optimizer step')}"
-    )
-    typer.echo(f"{result.checkpoint}: {counts}")
+    steps = counted(result.steps, "training step")
+    updates = counted(result.policy_version, "optimizer step")
+    typer.echo(f"{result.checkpoint}: {steps}, {updates}")
 
 
 @contextlib.contextmanager

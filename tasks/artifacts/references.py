@@ -54,8 +54,7 @@ def digest_of(file: downloads.RemoteFile) -> str:
 def earlier_inputs(
     store_path: str, stage: str, config: Mapping[str, Any], reason: downloads.Unreachable
 ) -> dict[str, str]:
-    """The inputs of the stage's newest artifact with the same configuration, for use offline;
-    logged.
+    """The inputs of the newest artifact with the same configuration, for use offline; logged.
 
     Raises `reason` if the store has no such artifact.
     """

@@ -1,5 +1,4 @@
-"""The store of stage outputs: returns a finished output, or builds it once and publishes it
-atomically.
+"""The store of stage outputs: returns a finished one, or builds and publishes it atomically.
 
 ROOT/STAGE/KEY16/3          the third attempt at a key: content and manifest.json, finished,
 verified on each use ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage
@@ -91,8 +90,7 @@ class ArtifactStore:
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
     def log_path(self, stage: str, key: str) -> Path:
-        """Returns the log file of a stage's commands, outside the content, since logs would change
-        the digest.
+        """Returns the log file of a stage's commands, which is not part of the content.
 
         All attempts at a key share it, so that a new command waits for processes left by a killed
         one.
@@ -166,15 +164,9 @@ class ArtifactStore:
         return sorted(found, key=lambda pair: pair[1]["ended_at"], reverse=True)
 
     def produce(
-        self,
-        parts: StageKey,
-        build: Build,
-        *,
-        resumable: bool = False,
-        force: bool = False,
+        self, parts: StageKey, build: Build, *, resumable: bool = False, force: bool = False
     ) -> tuple[Artifact, bool]:
-        """Returns the artifact of this key and whether it was cached; calls `build` if it is
-        missing.
+        """Returns the artifact of this key and whether it was cached; else calls `build`.
 
         `build` writes its files into the given directory and returns the metrics for the manifest,
         or an Output with the digests of files it hashed while writing; these are verified on the
@@ -213,8 +205,7 @@ class ArtifactStore:
         return self._store_locked(False, "or for exports and runs that use the store")
 
     def remove(self, attempt: Attempt) -> bool:
-        """Deletes an attempt, and everything else of its key if it is the last one. Call inside
-        `collecting`.
+        """Deletes an attempt, and the rest of its key with the last one. Call inside `collecting`.
 
         Returns False if the key is being built, possibly by a command that outlived its run.
         """

@@ -54,10 +54,7 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
                 held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
         texts = {name: list(problems.values()) for name, problems in held_out.items()}
         trained, hits = write_training(config, Path(work) / TRAIN_FILE, texts)
-        sets = [
-            set_entry(source, count)
-            for source, count in (*trained, *itertools.chain(*evaluated.values()))
-        ]
+        sets = [set_entry(*one) for one in itertools.chain(trained, *evaluated.values())]
         write_card(make_card(sets, hits, config.data.contamination), folder)
         for name in (TRAIN_FILE, *evaluated):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -131,10 +128,8 @@ def write_training(
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
         hits, dropped = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
         if len(dropped) == len(owners):
-            raise DataError(
-                "no training problems are left in data.train: "
-                f"{describe([one for _, one in counts])}"
-            )
+            read = describe([one for _, one in counts])
+            raise DataError(f"no training problems are left in data.train: {read}")
 
         def kept(is_last: bool) -> Iterator[Row]:
             for number, row in _reread(spool):

@@ -31,54 +31,36 @@ class PromptFormat:
         """The chat for a row: its own if that is kept, else the filled-in template."""
         chat = list(problem.messages or ()) if self.keeps_chat else []
         if not chat:
-            values = {
-                "problem": problem.text,
-                **{name: str(row.get(name) or "") for name in self.columns},
-            }
-            chat = [
-                {
-                    "role": "user",
-                    "content": _PLACE.sub(lambda match: values.get(match[1], match[0]), self.text),
-                }
-            ]
-        system = self.system_prompt or (
-            text_of(row, self.system_column) if self.system_column else None
-        )
+            values = {name: str(row.get(name) or "") for name in self.columns}
+            values["problem"] = problem.text
+            text = _PLACE.sub(lambda match: values.get(match[1], match[0]), self.text)
+            chat = [{"role": "user", "content": text}]
+        system = self.system_prompt
+        if not system and self.system_column:
+            system = text_of(row, self.system_column)
         if system is not None:
-            chat = [
-                {"role": "system", "content": system},
-                *(m for m in chat if m["role"] != "system"),
-            ]
+            rest = [message for message in chat if message["role"] != "system"]
+            chat = [{"role": "system", "content": system}, *rest]
         return chat
 
     def template_of(self, problem: Problem) -> str:
         """The equivalent template of evaluate.prompt; `given` if the chat must be kept as it is."""
-        is_own = (
-            self.template not in TEMPLATES
-            or self.system_prompt is not None
-            or self.system_column is not None
-        )
+        has_system = self.system_prompt is not None or self.system_column is not None
+        is_own = has_system or self.template not in TEMPLATES
         return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
 
 
 def find_format(
     prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig
 ) -> PromptFormat:
-    """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file
-    with one.
+    """Resolve data.prompt_template: `default`, a template, a text with {problem}, or its file.
 
     Raises ProblemsError for a missing file, and for a text without {problem} or with the answer.
     """
     name = default if prompt == DEFAULT else prompt
     if name in TEMPLATES:
-        return PromptFormat(
-            name,
-            prompt == DEFAULT or name == "given",
-            TEMPLATES[name].text,
-            (),
-            system_prompt,
-            columns.system,
-        )
+        keeps_chat, text = prompt == DEFAULT or name == "given", TEMPLATES[name].text
+        return PromptFormat(name, keeps_chat, text, (), system_prompt, columns.system)
     text = prompt
     if "{" not in prompt:
         if not Path(prompt).is_file():
@@ -95,11 +77,5 @@ def find_format(
             "data.prompt_template contains a column that holds the answer, which the prompt would "
             "reveal; write \\boxed{...} for a box"
         )
-    return PromptFormat(
-        "own",
-        False,
-        text,
-        tuple(name for name in named if name != "problem"),
-        system_prompt,
-        columns.system,
-    )
+    used = tuple(name for name in named if name != "problem")
+    return PromptFormat("own", False, text, used, system_prompt, columns.system)

@@ -73,12 +73,8 @@ def first_recipe(
         lengths = sized_lengths(machine, bounds)
     for reason, number in count.refused.items():
         logger.warning(
-            "%s: left out of the recipe's files: %d of %d rows, with %s; %s",
-            train,
-            number,
-            count.read,
-            reason,
-            count.examples[reason][0],
+            f"{train}: left out of the recipe's files: {number} of {count.read} rows, with "
+            f"{reason}; {count.examples[reason][0]}"
         )
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
@@ -105,11 +101,8 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
 def _facts(model: Mapping[str, Any]) -> ModelFacts:
     """A local model's facts, none for a remote one. Raises PreflightError if it is unusable."""
     no_data = {"train": ARITHMETIC, "eval": ARITHMETIC}
-    config, findings = (
-        ChainConfig.model_validate({"data": no_data, "model": dict(model)}),
-        Findings(),
-    )
-    facts = ModelFacts()
+    config = ChainConfig.model_validate({"data": no_data, "model": dict(model)})
+    facts, findings = ModelFacts(), Findings()
     if config.model.source == "path":
         facts = check_model(Path(str(config.model.path)), config, findings)
     findings.require()
@@ -149,11 +142,9 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
             f"the longest prompt has {known} tokens, which leaves no room for a response in the "
             f"model's {bounds.positions} positions; use a model with more, or shorter prompts"
         )
-    served = lengths.prompt + lengths.answer
-    served = max(served, (bounds.longest_question or 0) + lengths.answer)
-    return replace(
-        lengths, served=served, micro_batch=max(2 * (lengths.prompt + lengths.response), 4096)
-    )
+    served = max(lengths.prompt, bounds.longest_question or 0) + lengths.answer
+    micro_batch = max(2 * (lengths.prompt + lengths.response), 4096)
+    return replace(lengths, served=served, micro_batch=micro_batch)
 
 
 def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, Any]:
@@ -241,9 +232,7 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
     }
     for section, keys in tree.items():
         chosen = {
-            name: value
-            for name, value in keys.items()
-            if value != defaults.get(f"{section}.{name}")
+            name: one for name, one in keys.items() if one != defaults.get(f"{section}.{name}")
         }
         text = yaml.dump({section: chosen}, Dumper=_Plain, sort_keys=False, allow_unicode=True)
         lines += [f"# {comments[section]}", text.rstrip()] if chosen else []

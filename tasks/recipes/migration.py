@@ -32,8 +32,7 @@ def default_keys() -> dict[str, Any]:
 def account_of_files(
     files: Sequence[Path], given: dict[str, str], version: str | None, is_tiny: bool
 ) -> tuple[Reading, Account]:
-    """Read the files and account for each setting. `run.sh#2` selects the second training in a
-    script.
+    """Read the files and account for each setting. `run.sh#2` is the second training in a script.
 
     Raises ConfigError for unreadable files and missing information.
     """
@@ -41,14 +40,10 @@ def account_of_files(
     chosen = re.fullmatch(r"(.+)#(\d+)", str(files[0]))
     paths = [Path(chosen[1]), *files[1:]] if chosen and not files[0].exists() else list(files)
     try:
-        reading = read_files(
-            paths, given, int(chosen[2]) if chosen and paths != list(files) else None
-        )
-        num_rows = (
-            _positive(rows)
-            if rows is not None
-            else num_rows_of(reading.settings) or (ENOUGH_ROWS if is_tiny else None)
-        )
+        place = int(chosen[2]) if chosen and paths != list(files) else None
+        reading = read_files(paths, given, place)
+        num_rows = num_rows_of(reading.settings) if rows is None else _positive(rows)
+        num_rows = num_rows or (ENOUGH_ROWS if is_tiny else None)
         facts = {} if num_rows is None else {ROWS: num_rows}
         return reading, account_of(reading.settings, reading.trainer, version, facts)
     except ValueError as error:  # ForeignConfigError is one

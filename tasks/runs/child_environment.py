@@ -38,11 +38,8 @@ def child_environment(
     for given in _given(link, metrics, environment):
         for name, value in given.values.items():
             if not (given.is_default and environment.get(name, value) != value):
-                row = {
-                    "name": name,
-                    "value": REDACTED if is_secret(name, value) else redact(value),
-                    "children": given.children,
-                }
+                shown = REDACTED if is_secret(name, value) else redact(value)
+                row = {"name": name, "value": shown, "children": given.children}
                 found.append(row | ({"why": effects[name]} if name in effects else {}))
     return found
 
@@ -82,9 +79,8 @@ def _given(
             yield from _of_server(config, environment)
         case "train_policy":
             yield from _of_command("training")
-            yield from (
-                _of_training(config) if config.train.backend == "own" else _of_trainer(config)
-            )
+            is_own = config.train.backend == "own"
+            yield from _of_training(config) if is_own else _of_trainer(config)
         case "merge_checkpoint":
             yield from _of_command("merge")
             if config.external.converter is not None:
@@ -112,9 +108,8 @@ def _of_training(config: ChainConfig) -> Iterator[Given]:
 def _of_trainer(config: ChainConfig) -> Iterator[Given]:
     """The environment of another trainer; $NAME references in external.env are not resolved."""
     rendered = trainers.environment(config.train.backend, config.model_dump(mode="json"))
-    yield Given(
-        config.train.backend, {**own_ray(config.external), **rendered, **_external_env(config)}
-    )
+    values = {**own_ray(config.external), **rendered, **_external_env(config)}
+    yield Given(config.train.backend, values)
 
 
 def _external_env(config: ChainConfig) -> dict[str, str]:

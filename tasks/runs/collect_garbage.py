@@ -66,14 +66,11 @@ def collect_garbage(
             if not _is_garbage(store, attempt, is_kept=not kept.isdisjoint(users)):
                 continue
             kept_reason = f"{option} removes it" if (option := options.get(attempt.state)) else ""
-            if (
-                attempt.state == FINISHED
-                and _age_seconds(attempt.path / MANIFEST_NAME) < margin_seconds
-            ):
+            is_finished, manifest = attempt.state == FINISHED, attempt.path / MANIFEST_NAME
+            if is_finished and _age_seconds(manifest) < margin_seconds:
                 kept_reason = f"younger than {margin_seconds / 60:.0f} min"
-            found.append(
-                Unused(attempt, _own_bytes(attempt.path), users[0] if users else None, kept_reason)
-            )
+            last_run = users[0] if users else None
+            found.append(Unused(attempt, _own_bytes(attempt.path), last_run, kept_reason))
         return found if is_dry_run else [_remove(store, item) for item in found]
 
 
@@ -105,11 +102,10 @@ def _traces(store: ArtifactStore, run: RecordedRun) -> Iterator[Path]:
 def _is_garbage(store: ArtifactStore, attempt: Attempt, is_kept: bool) -> bool:
     """True if no kept run and no builder needs the attempt."""
     if attempt.state == FINISHED:
-        artifact = artifact_at(attempt.path)
-        is_in_place = (
-            artifact and store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
-        )
-        return not is_kept and bool(is_in_place)  # otherwise it is a user's copy
+        if is_kept or (artifact := artifact_at(attempt.path)) is None:
+            return False
+        # elsewhere it is a user's copy
+        return store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
     if attempt.state == PARTIAL:
         places = (store.lock_path, store.log_path)
         is_built = any(is_locked(place(attempt.stage, attempt.short_key)) for place in places)

@@ -119,10 +119,8 @@ def _table(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
 def _cell(ends: Ends | None) -> str:
     if ends is None:
         return "-"
-    first, last = (
-        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        for value in (ends.first, ends.last)
-    )
+    values = (ends.first, ends.last)
+    first, last = (f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.4g}" for one in values)
     return first if ends.num_steps == 1 else f"{first} → {last}"
 
 

@@ -132,11 +132,7 @@ def model_card(
     manifests: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """README.md for the Hugging Face Hub: data, recipe, scores with intervals, versions."""
-    versions = {
-        name: version
-        for manifest in manifests.values()
-        for name, version in manifest["versions"].items()
-    }
+    versions = {name: one for each in manifests.values() for name, one in each["versions"].items()}
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
@@ -152,9 +148,7 @@ def model_card(
         trained_on=[source.name for source in train_sources(config)],
         evaluated_with=[*benchmark_sources(config)]
         or [source.name for source in eval_sources(config)],
-        versions={
-            name: version for name, version in sorted(versions.items()) if version != "absent"
-        },
+        versions={name: one for name, one in sorted(versions.items()) if one != "absent"},
     )
 
 
@@ -194,9 +188,8 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
     # possibly under another mount
     stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}
-    named = [(path, "${HOME}") for path in homes if path != Path("/")] + [
-        (path, "${STORE}") for path in stores
-    ]
+    named = [(path, "${HOME}") for path in homes if path != Path("/")]
+    named += [(path, "${STORE}") for path in stores]
     names = {
         form: name
         for path, name in named
@@ -230,11 +223,8 @@ def _user_paths(config: ChainConfig) -> list[str]:
 
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    default = (
-        "generated problems"
-        if config.data.eval[0].set == "arithmetic"
-        else "a set of the user's own"
-    )
+    is_generated = config.data.eval[0].set == "arithmetic"
+    default = "generated problems" if is_generated else "a set of the user's own"
     return report.get("headline") or report["settings"]["benchmark"] or default
 
 
@@ -245,25 +235,15 @@ def _header(
     from huggingface_hub import EvalResult, ModelCardData
 
     settings = report["settings"]
-    found = [
-        (
-            settings["benchmark"],
-            settings["benchmark"],
-            report["after"]["accuracy"],
-            f" ({settings['grader']})",
-        )
-    ]
+    asked = settings["benchmark"]
+    found = [(asked, asked, report["after"]["accuracy"], f" ({settings['grader']})")]
     if "benchmarks" in report:
-        named, rows = config.evaluate.named, {row["name"]: row for row in report["benchmarks"]}
+        sets = {name: one.set for name, one in config.evaluate.named.items()}
         found = [
-            (
-                name,
-                named[name].set,
-                row["after"],
-                f" (avg@{k})" if (k := row["num_samples"]) > 1 else "",
-            )
-            for name, row in rows.items()
-            if named[name].set in SETS
+            (name, sets[name], row["after"], f" (avg@{k})" if k > 1 else "")
+            for row in report["benchmarks"]
+            for name, k in [(row["name"], row["num_samples"])]
+            if sets[name] in SETS
         ]
     scores = [
         EvalResult(

@@ -147,14 +147,13 @@ def read_run(folder: Path) -> RecordedRun:
         is_active = is_locked(run_lock_path(folder))
         record = json.loads(path.read_text(encoding="utf-8"))
         state = "interrupted" if record["state"] == "running" and not is_active else record["state"]
+        seconds = record["seconds"] if state != "running" else time.time() - record["started_at"]
         return RecordedRun(
             folder=folder,
             **{name: record[name] for name in ("name", "flow", "host", "pid")},
             state=state,
             started_at=float(record["started_at"]),
-            seconds=float(
-                time.time() - record["started_at"] if state == "running" else record["seconds"]
-            ),
+            seconds=float(seconds),
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
@@ -230,12 +229,8 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
             folders = [run.folder for run in read_runs(store) if run.has(needs)]
         found = folders[int(match[1] or 0) :][:1]
     else:
-        found = [
-            folder
-            for folder in folders
-            if folder.name.startswith(text) or folder.name.endswith(text)
-        ]
-        found = [folder for folder in found if folder.name == text] or found
+        found = [one for one in folders if one.name.startswith(text) or one.name.endswith(text)]
+        found = [one for one in found if one.name == text] or found
     if len(found) == 1:
         return read_run(found[0])
     if found:
@@ -381,10 +376,8 @@ class Difference:
 
 def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
     """Dotted keys with different values, in the order of `after`; removed keys come last."""
-    return [
-        Difference(key, _text(key, old), _text(key, new))
-        for key, old, new in differences(before, after)
-    ]
+    found = differences(before, after)
+    return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in found]
 
 
 def _text(key: str, value: Any) -> str:

@@ -45,14 +45,17 @@ class PlannedStage:
         """Note and changes on one line; changes beyond `num_changes` are only counted."""
         shown = self.changes[:num_changes]
         more = len(self.changes) - len(shown)
-        return "; ".join([*filter(None, [self.note]), *shown]) + (f" +{more} more" if more else "")
+        return _joined(self.note, *shown) + (f" +{more} more" if more else "")
+
+
+# The key of a stage cannot be computed before a run.
+_KEYLESS = (Unreachable, ServeError, CheckpointError, TrainerMissing)
 
 
 def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     """The stages of dapo-full in order, without the report, which every run writes.
 
-    Each is compared with the newest run of the same run.name whose artifact of the stage still
-    exists.
+    Each is compared with the newest run of the same run.name that still has its artifact.
     """
     store = ArtifactStore(config.store.path)
     recorded = list(read_runs(store.root))
@@ -63,13 +66,12 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     for link in chain_of(config):
         missing = [label for label in link.needs if label not in found]
         if missing:
-            stages.append(
-                _plan_waiting(store, link, missing[-1], _manifest_before(runs, link.label))
-            )
+            before = _manifest_before(runs, link.label)
+            stages.append(_plan_waiting(store, link, missing[-1], before))
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (Unreachable, ServeError, CheckpointError, TrainerMissing) as error:
+        except _KEYLESS as error:
             note = _describe_fetch(link) if isinstance(error, Unreachable) else str(error)
             stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
@@ -85,12 +87,8 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage, key, damage) or (state, note)
-            note = "; ".join(
-                filter(
-                    None,
-                    [note, _describe_fetch(link), _describe_benchmarks(store, link, key.inputs)],
-                )
-            )
+            asked = _describe_benchmarks(store, link, key.inputs)
+            note = _joined(note, _describe_fetch(link), asked)
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -109,15 +107,7 @@ def has_output(config: ChainConfig, label: str) -> bool:
     try:
         key = link.key(*require_outputs(config, link.needs).values())
         return ArtifactStore(config.store.path).check(key.stage, key.key) is not None
-    except (
-        DamagedArtifact,
-        Unreachable,
-        ServeError,
-        CheckpointError,
-        TrainerMissing,
-        ConfigError,
-        ModelError,
-    ):
+    except (DamagedArtifact, ConfigError, ModelError, *_KEYLESS):
         return False
 
 
@@ -150,8 +140,11 @@ def _plan_waiting(
     except TrainerMissing as error:
         return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
     asked = _describe_benchmarks(store, link, before["inputs"], "if the model changes also")
-    note = "; ".join(filter(None, [note, asked]))
-    return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
+    return PlannedStage(link.label, "stale", _joined(note, asked), changes, None, upstream, None)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _attempt(

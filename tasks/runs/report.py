@@ -85,15 +85,10 @@ def report_run(
         run.config.train.total_steps if run.config.merge.checkpoint == "latest" else None,
         columns.absent,
     )
-    report = write_suite_report(
-        models,
-        Path(training.path) / METRICS_FILE,
-        run.folder / REPORT_FOLDER,
-        provenance,
-        run.config.evaluate.gates,
-    )
+    metrics, folder = Path(training.path) / METRICS_FILE, run.folder / REPORT_FOLDER
+    report = write_suite_report(models, metrics, folder, provenance, run.config.evaluate.gates)
     if provenance.card is not None:
-        write_card(provenance.card, run.folder / REPORT_FOLDER)
+        write_card(provenance.card, folder)
     run.record(report=headline(report))
     return report
 
@@ -121,11 +116,11 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     environment = "; ".join(f"{children}: {words}" for children, words in given.items())
     model = run.config.model
     name = Path(str(model.path or model.id or f"{run.config.run.name} base")).name
-    since = (
-        since_first_night(run.store.root, run.config.run.name, after.path)
-        if run.flow == NIGHTLY
-        else ""
-    )
+    since = ""
+    if run.flow == NIGHTLY:
+        since = since_first_night(run.store.root, run.config.run.name, after.path)
+    more = {"environment": environment, "since the first night": since}
+    more["tracked"] = ", ".join(tracked_runs(Path(training.path)))
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(
@@ -143,13 +138,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
             "run": run.folder.name,
             "code": code_version(),
             "evaluated": "; ".join(evaluated),
-            **({"environment": environment} if environment else {}),
-            **({"since the first night": since} if since else {}),
-            **(
-                {"tracked": tracked}
-                if (tracked := ", ".join(tracked_runs(Path(training.path))))
-                else {}
-            ),
+            **{name: text for name, text in more.items() if text},
         },
         stages={
             label: {"cached": stage.cached, "seconds": stage.seconds}
@@ -189,11 +178,8 @@ def _words(versions: Mapping[str, str]) -> str:
 
 
 def _engine(versions: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: version
-        for name, version in versions.items()
-        if name in ENGINE_PACKAGES and version != "absent"
-    }
+    present = {name: version for name, version in versions.items() if version != "absent"}
+    return {name: present[name] for name in present if name in ENGINE_PACKAGES}
 
 
 def code_version() -> str:

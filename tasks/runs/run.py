@@ -126,10 +126,7 @@ class Run:
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
-                    key,
-                    build_with_environment,
-                    resumable=link.stage.is_resumable,
-                    force=is_forced,
+                    key, build_with_environment, resumable=link.stage.is_resumable, force=is_forced
                 )
                 seconds = time.monotonic() - started
                 with self.store.in_use():

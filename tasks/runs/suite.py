@@ -41,13 +41,8 @@ class PlannedBenchmark:
 
     def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
         """The benchmark to evaluate; `model_folder` as in `sampling_of`. Raises ProblemsError."""
-        found = benchmark_of(
-            self.settings,
-            set_of(self.settings, problems),
-            self.folder(output),
-            self.name,
-            model_folder,
-        )
+        asked, folder = set_of(self.settings, problems), self.folder(output)
+        found = benchmark_of(self.settings, asked, folder, self.name, model_folder)
         return replace(found, earlier=self.earlier)
 
 
@@ -64,17 +59,12 @@ def benchmarks_of(
     new. Stored results are reused if model, settings, problems, code and packages are the same; not
     if damaged or `is_forced`.
     """
-    configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {
-        "": config
-    }
+    configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
     planned = []
-    for name, benchmark_config in configs.items():
+    for name, own in (configs or {"": config}).items():
         problems = inputs.get(problems_input(name), "")
-        key = stage.key(
-            benchmark_config,
-            {"eval_data": problems, "model": inputs["model"], **evaluation_files(benchmark_config)},
-        )
-        planned.append(PlannedBenchmark(name, benchmark_config.evaluate, key, None, None))
+        digests = {"eval_data": problems, "model": inputs["model"], **evaluation_files(own)}
+        planned.append(PlannedBenchmark(name, own.evaluate, stage.key(own, digests), None, None))
     found = _with_stored(store, planned)
     return [replace(one, stored=None) for one in found] if is_forced else found
 
@@ -158,9 +148,9 @@ def suite_metrics(
     metrics: dict[str, Any] = {"accuracy": head["accuracy"], "n": head["n"]}
     for one in asked:
         if one.name:
-            metrics[f"{one.name}/accuracy"], metrics[f"{one.name}/n"] = (
-                found[one.name][name] for name in ("accuracy", "n")
-            )
+            metrics |= {
+                f"{one.name}/{figure}": found[one.name][figure] for figure in ("accuracy", "n")
+            }
         if one.stored is not None:
             metrics[f"{one.name or 'results'}/from"] = str(one.stored)
     return metrics
@@ -168,12 +158,7 @@ def suite_metrics(
 
 def describe_benchmarks(asked: Sequence[PlannedBenchmark], stored: str = "in the store") -> str:
     """Which benchmarks would be evaluated, and which are stored."""
-    groups = {
-        "evaluates": [one for one in asked if not one.stored],
-        stored: [one for one in asked if one.stored],
-    }
-    return "; ".join(
-        f"{action} {', '.join(one.name for one in group)}"
-        for action, group in groups.items()
-        if group
-    )
+    groups = {"evaluates": list[str](), stored: list[str]()}
+    for one in asked:
+        groups[stored if one.stored else "evaluates"].append(one.name)
+    return "; ".join(f"{action} {', '.join(names)}" for action, names in groups.items() if names)

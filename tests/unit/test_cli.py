@@ -19,15 +19,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from dapo_core.draw.report import NotEnoughSignal
-from dapo_core.errors import ConfigError, RolloutError
-from dapo_core.machine.stopping import TrainingStopped
-from eval import EvaluationError
-from eval.results.rows import ResultsError
 from flows.cli import GROUPS, app, main
 from tasks.chain import resume_options
-from tasks.execution.retries import exit_code_of
-from tasks.serve_model.failure import ServeError
 from tests.evaluations import write_results
 from tests.recorded_runs import LABELS
 from tests.tiny_models import build_tiny_qwen3
@@ -150,22 +143,6 @@ def test_serve_needs_no_recipe_and_checks_the_model_first(tmp_path: Path) -> Non
     stderr = refusal("serve", model_path, "--set", "serve.max_model_len=513")
     assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in stderr
     assert "VLLM_API_KEY" not in stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ConfigError("key"), 2),
-        (NotEnoughSignal("few"), 2),
-        (ServeError("no port"), 2),
-        (RolloutError("lost"), 1),
-        (EvaluationError("failed requests"), 1),
-        (ResultsError("unfinished"), 2),
-        (TrainingStopped("after step 7"), 143),
-    ],
-)
-def test_the_exit_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
-    assert exit_code_of(error) == status
 
 
 @pytest.mark.parametrize(

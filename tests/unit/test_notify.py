@@ -34,10 +34,7 @@ REPORT = {
     "n": 40,
     "flips": {"gained": []},
     "baselines": [
-        {
-            "name": "last-night",
-            "after": {"pooled": NIGHT},
-        },
+        {"name": "last-night", "after": {"pooled": NIGHT}},
         {"name": "other", "missing": {"math500": "it was not evaluated"}},
     ],
     "absent": {"theirs": "ServerUnreachable: away"},

@@ -16,6 +16,7 @@ from prefect.task_engine import TaskRunTimeoutError
 
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
+from dapo_core.machine.stopping import TrainingStopped
 from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
 from eval import EvaluationError
 from flows.cli import main
@@ -69,6 +70,7 @@ LASTING = (
 def test_transient_errors_are_retried_and_permanent_ones_are_not() -> None:
     assert [error for error in PASSING if is_lasting(error)] == []
     assert [error for error in LASTING if not is_lasting(error)] == []
+    assert exit_code_of(TrainingStopped("after step 7")) == 143
 
 
 @pytest.mark.parametrize(
