@@ -126,10 +126,9 @@ def main() -> None:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
     except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: exit without retry
-        code = error.errno if isinstance(error, OSError) else None
-        if code in UNWRITABLE and error.filename is not None:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
             message = f"{error.filename}: {error.strerror}; choose another location"
-        elif code in FULL_DISK_ERRORS:
+        elif isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             message = f"{error}; free some space or choose another location, then rerun the command"
         elif not isinstance(error, LASTING_ERRORS):
             raise

@@ -167,7 +167,7 @@ def stage(
     given = {"force": force or None, "side": side}
     options = {option: value for option, value in given.items() if value is not None}
     if options and name == "compare":
-        raise typer.BadParameter("compare always writes a new report", param_hint="--force, --side")
+        raise typer.BadParameter("compare always writes a new report, of before and after")
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of
     from tasks.runs.plan import has_output

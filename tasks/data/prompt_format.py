@@ -35,8 +35,8 @@ class PromptFormat:
             values["problem"] = problem.text
             text = _PLACE.sub(lambda match: values.get(match[1], match[0]), self.text)
             chat = [{"role": "user", "content": text}]
-        system = self.system_prompt
-        if not system and self.system_column:
+        system = self.system_prompt or None
+        if system is None and self.system_column:
             system = text_of(row, self.system_column)
         if system is not None:
             rest = [message for message in chat if message["role"] != "system"]

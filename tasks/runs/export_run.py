@@ -240,10 +240,9 @@ def _header(
     if "benchmarks" in report:
         sets = {name: one.set for name, one in config.evaluate.named.items()}
         found = [
-            (name, sets[name], row["after"], f" (avg@{k})" if k > 1 else "")
+            (row["name"], sets[row["name"]], row["after"], _averaged(row["num_samples"]))
             for row in report["benchmarks"]
-            for name, k in [(row["name"], row["num_samples"])]
-            if sets[name] in SETS
+            if sets[row["name"]] in SETS
         ]
     scores = [
         EvalResult(
@@ -265,6 +264,10 @@ def _header(
         model_name=run.name if scores else None,
         eval_results=scores or None,
     ).to_yaml()
+
+
+def _averaged(num_samples: int) -> str:
+    return f" (avg@{num_samples})" if num_samples > 1 else ""
 
 
 @contextmanager
