@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 # From the guides; layers and sizes depend on the training.
 _EXAMPLES = {
-    "mindspeed-rl": "python convert_ckpt.py --use-mcore-models --model-type GPT --load-model-type mg "
-    "--save-model-type hf --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1 "
-    "--load-dir "
-    "{checkpoint} --save-dir {model}, with the model's own flags of examples/ckpt",
-    "mindspeed-mm": "mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.mm_dir {checkpoint} --cfg.hf_config.hf_dir "
-    "{model} --cfg.save_hf_dir {output}, with --cfg.parallel_config of the training",
+    "mindspeed-rl": "python convert_ckpt.py --use-mcore-models --model-type GPT "
+    "--load-model-type mg --save-model-type hf --target-tensor-parallel-size 1 "
+    "--target-pipeline-parallel-size 1 --load-dir {checkpoint} --save-dir {model}, with the "
+    "model's own flags of examples/ckpt",
+    "mindspeed-mm": "mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.mm_dir {checkpoint} "
+    "--cfg.hf_config.hf_dir {model} --cfg.save_hf_dir {output}, with --cfg.parallel_config of the "
+    "training",
 }
 
 

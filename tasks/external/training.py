@@ -164,7 +164,7 @@ def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) 
 
 
 def with_reason(error: ChildProcessFailed, has_started: bool) -> ChildProcessFailed:
-    """Add the reason from the last lines to the error's summary, and mark permanent errors as such."""
+    """Add the reason from the last lines to the error's summary; mark permanent errors."""
     lines = str(error).split("\n  | ")[1:]
     found = [(line, match["name"]) for line in lines if (match := _REASON.search(line))]
     if found:

@@ -313,10 +313,8 @@ def test_down_ends_what_was_started_and_nothing_else(
     try:
         if not isinstance(network, str):  # an unreachable host keeps its record
             known = yaml.safe_load(site.inventory.read_text())
-            away = {
-                **known,
-                "shell": f"sh -c '[ $0 = {site.names[0]} ] && exec ip netns exec $0 sh -c \"$1\"' {{host}}",
-            }
+            enter = 'exec ip netns exec $0 sh -c "$1"'
+            away = {**known, "shell": f"sh -c '[ $0 = {site.names[0]} ] && {enter}' {{host}}"}
             site.inventory.write_text(yaml.safe_dump(away))
             result = site.down()
             assert result.exit_code == 1

@@ -37,11 +37,13 @@ OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
 # (test_training_options.py), of accelerators (perf/mfu/actor and memory), and timing_s/testing,
 # because these steps do not validate.
 METRIC_NAMES = expand("""
-step wall_time policy_version training/{global_step,epoch} train/num_gen_batches critic/score/{mean,max,min}
+step wall_time policy_version training/{global_step,epoch} train/num_gen_batches
+critic/score/{mean,max,min}
 critic/rewards/{mean,max,min} critic/advantages/{mean,max,min} critic/returns/{mean,max,min}
 actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,grad_norm,skipped_updates,lr}
-response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio} response/aborted_ratio
-response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
+response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio}
+response/aborted_ratio response_length_non_aborted/{mean,max,min}
+global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 rollout_corr/{training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,log_ppl_diff,log_ppl_abs_diff,ppl_ratio}
 rollout_corr/{log_ppl_diff_max,log_ppl_diff_min,kl,k3_kl,chi2_token,chi2_seq}
@@ -50,7 +52,8 @@ sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,
 sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
-perf/{trained_response_tokens,time_per_step,throughput} perf/{max_rss_gb,cpu_memory_used_gb} timing_s/turns
+perf/{trained_response_tokens,time_per_step,throughput} perf/{max_rss_gb,cpu_memory_used_gb}
+timing_s/turns
 perf/{max_rss_gb,cpu_memory_used_gb}/{generate,anchor,update,publish} weight_sync/probe_difference
 """)
 OF_STALE_TOKENS = expand("rollout/importance_{mean,truncated_ratio}")

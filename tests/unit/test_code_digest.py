@@ -1,4 +1,4 @@
-"""The code digest of a stage covers every file that it runs, and none that does not affect results."""
+"""The code digest of a stage covers every file that it runs, and none without an effect."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def files_of(stage: Stage) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_declares_all_its_imports(stage: Stage) -> None:
-    """A change of any of it, on one machine of several or after an update, must not be a cache hit."""
+    """A change of any of it, also on one machine of several, must not be a cache hit."""
     declared = files_of(stage)
     missing = {
         f"{name} imports {other}"

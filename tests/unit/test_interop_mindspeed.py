@@ -259,8 +259,8 @@ def test_other_configurations_are_not_taken_for_mindspeed(text: str) -> None:
 
 def test_tabs_bom_and_anchors_are_read() -> None:
     text = (
-        "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: "
-        "*a\n"
+        "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\n"
+        "x: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
     )
     text = text.replace("\n", "\r\n")
     settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}

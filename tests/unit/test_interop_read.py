@@ -32,7 +32,8 @@ for text in json.load(sys.stdin):
         override = parser.parse_override(text)
         sweep = override.is_sweep_override()
         key = override.get_key_element().lstrip("+~")
-        results.append("refused" if sweep else [override.type.name, key, repr(plain(override._value))])
+        value = repr(plain(override._value))
+        results.append("refused" if sweep else [override.type.name, key, value])
     except Exception:
         results.append("refused")
 print(json.dumps(results))

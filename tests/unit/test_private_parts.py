@@ -1,4 +1,4 @@
-"""Private parts of Ray, torch, vLLM and transformers that the core uses, because there is no public way.
+"""Private parts of Ray, torch, vLLM and transformers that the core uses: no public way exists.
 
 Each fails here first when a library changes it; the comment at its use says why it is needed.
 """

@@ -113,7 +113,9 @@ def test_too_long_held_out_prompts_are_refused_with_their_count(
     assert lengths == sorted(lengths)
     # the limit itself is allowed
     assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
-    expected = rf"2 of 3 .* data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens.*data\.eval$"
+    expected = (
+        rf"2 of 3 .* data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tok.*data\.eval$"
+    )
     with pytest.raises(DataError, match=expected):
         tokenize_prompts(problems, tokenizer, lengths[0])
 
@@ -210,8 +212,8 @@ def test_too_long_prompts_are_dropped_truncated_or_refused(
         [row_of(number, words) for number, words in enumerate((1, 9, 2))],
     )
     short, long, middle = (len(prompt.prompt_ids) for prompt in prompts_of(path))
-    counted = rf"1 of 3 prompts are longer than data\.max_prompt_tokens={middle} \(longest {long} tokens\)"
-    with pytest.raises(DataError, match=rf"{counted}; .*data\.too_long=drop"):
+    counted = rf"1 of 3 prompts are longer than data\.max_prompt_tokens={middle} \(longest {long} "
+    with pytest.raises(DataError, match=rf"{counted}tokens\); .*data\.too_long=drop"):
         prompts_of(path, middle)
     whole = prompts_of(path)[1]
     with caplog.at_level(logging.WARNING):
