@@ -213,7 +213,8 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         "data": "Names (dapo datasets), files, folders, hf:ORG/NAME. Longest prompt allowed; "
         f"{longest}.",
         "model": "A folder, or source: huggingface or modelscope with id and revision.",
-        "rollout": "Responses to each prompt, their longest length, and the engines that sample.",
+        "rollout": "Responses to each prompt, their longest length, and the engines that sample "
+        "them.",
         "reward": "The last tokens before the limit cost points. Scorers by data source, or "
         "custom_reward.path.",
         "sampler": "Prompts in flight at once; groups all right or all wrong are drawn again.",
