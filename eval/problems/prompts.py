@@ -56,8 +56,8 @@ _SHOTS = (
     (
         r"For which real numbers $t$ is $\log_2(9 - t^2)$ defined and not negative?",
         r"The logarithm is defined for $9 - t^2 > 0$ and is not negative for $9 - t^2 \ge 1$, "
-        r"which includes the"
-        r" first condition. So $t^2 \le 8$, hence $-2\sqrt{2} \le t \le 2\sqrt{2}$.",
+        r"which includes the first condition. So $t^2 \le 8$, hence $-2\sqrt{2} \le t \le "
+        r"2\sqrt{2}$.",
         r"[-2\sqrt{2}, 2\sqrt{2}]",
     ),
     (
@@ -68,20 +68,16 @@ _SHOTS = (
     ),
     (
         r"A bag holds 3 white and 5 black stones. Two are drawn without putting back. What is the "
-        r"probability that"
-        r" they have different colours?",
+        r"probability that they have different colours?",
         r"There are $\binom{8}{2} = 28$ pairs, of which $3 \cdot 5 = 15$ have one stone of each "
-        r"colour. So the"
-        r" probability is $\frac{15}{28}$.",
+        r"colour. So the probability is $\frac{15}{28}$.",
         r"\frac{15}{28}",
     ),
     (
         r"A right triangle has legs of $9$ and $12$ centimetres. How many centimetres is its "
-        r"altitude to the"
-        r" hypotenuse?",
+        r"altitude to the hypotenuse?",
         r"The hypotenuse is $\sqrt{9^2 + 12^2} = 15$. Twice the area is $9 \cdot 12 = 108$ and "
-        r"also $15 h$, so the"
-        r" altitude is $h = \frac{108}{15} = \frac{36}{5}$.",
+        r"also $15 h$, so the altitude is $h = \frac{108}{15} = \frac{36}{5}$.",
         r"\frac{36}{5}",
     ),
 )

@@ -169,8 +169,8 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     if known.num_items not in (None, len(problems)):
         raise ProblemsError(
             f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: "
-            "accuracy would "
-            "not be comparable with published figures. Use the complete file, or name no benchmark."
+            "accuracy would not be comparable with published figures. Use the complete file, or "
+            "name no benchmark."
         )
     template, grader = known.template, known.grader
     if prepared:

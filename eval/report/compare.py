@@ -248,8 +248,8 @@ def _require_comparable(before: Evaluation, after: Evaluation) -> None:
     if reasons:
         raise ComparisonError(
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in "
-            "accuracy would not "
-            f"be due to the model alone: evaluate both with the same evaluate.* settings.{hint}"
+            "accuracy would not be due to the model alone: evaluate both with the same evaluate.* "
+            f"settings.{hint}"
         )
 
 

@@ -168,8 +168,8 @@ def verdict(comparison: Comparison) -> str:
         return " ".join([first, *_left_out(comparison)])
     first = (
         f"No significant change in accuracy: {x} before, {y} after, "
-        f"{points(comparison.difference)} points "
-        f"(95 % interval {low} to {high}) on {_items(comparison)}: {_evidence(comparison)}."
+        f"{points(comparison.difference)} points (95 % interval {low} to {high}) on "
+        f"{_items(comparison)}: {_evidence(comparison)}."
     )
     detectable = comparison.minimal_detectable_difference
     undetected = (
@@ -214,14 +214,14 @@ def notes(comparison: Comparison) -> list[str]:
     ):
         found.append(
             "AISBench's rule marks no response right on either side: it looks for \\boxed{} and "
-            "'answer is', but "
-            "these responses state their answers in another form. Ignore its numbers here."
+            "'answer is', but these responses state their answers in another form. Ignore its "
+            "numbers here."
         )
     elif (aisbench.p < SIGNIFICANCE) != comparison.is_significant:
         found.append(
             "The graders disagree: under AISBench's string rule the change is "
-            f"{points(aisbench.difference)} "
-            f"points (95 % interval {points_interval(aisbench.ci95)}, p {format_p(aisbench.p)})."
+            f"{points(aisbench.difference)} points (95 % interval "
+            f"{points_interval(aisbench.ci95)}, p {format_p(aisbench.p)})."
         )
     return [*found, THESE_MODELS]
 

@@ -236,8 +236,8 @@ def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
     if len(echoed) != num_prompts or any(len(one) <= len(echoed[0]) for one in echoed[1:]):
         raise RequestError(
             "the server returns no log-probs of prompts (completions with echo and logprobs), "
-            "which "
-            f"evaluate.mode=loglikelihood needs; vLLM does. Its reply: {_beginning(content)!r}",
+            "which evaluate.mode=loglikelihood needs; vLLM does. Its reply: "
+            f"{_beginning(content)!r}",
             is_final=True,
         )
     return echoed

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 _NUM_GRADING_THREADS = 4
 REFUSED = (
     "The server refuses these requests and would refuse them again. The usual causes are a prompt "
-    "longer than "
-    "serve.max_model_len, a model without a chat template, or the wrong API (evaluate.api)."
+    "longer than serve.max_model_len, a model without a chat template, or the wrong API "
+    "(evaluate.api)."
 )
 REFUSED_KEY = "The server rejects the API key: export VLLM_API_KEY with a valid one."
 
@@ -211,10 +211,9 @@ class Recorder:
         unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
         raise EvaluationError(
-            f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; "
-            f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
-            f"The answers so far are kept in {self.folder}: run the same evaluation again to "
-            "continue."
+            f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; at "
+            f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. The "
+            f"answers so far are kept in {self.folder}: run the same evaluation again to continue."
         )
 
 
@@ -224,8 +223,8 @@ def _check_scorer(rows: Sequence[Row], rule: str) -> None:
     if errors and len(errors) == len(rows):
         raise InputError(
             f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct "
-            "evaluate.scorer and "
-            f"repeat the command, which sends no request again. First failure: {errors[0]}"
+            "evaluate.scorer and repeat the command, which sends no request again. First failure: "
+            f"{errors[0]}"
         )
 
 

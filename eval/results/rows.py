@@ -156,8 +156,8 @@ class Evaluation:
         if uneven:
             raise ResultsError(
                 f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: "
-                f"{uneven[0]!r}"
-                "): the evaluation did not finish. Run it again; only missing requests are sent."
+                f"{uneven[0]!r}): the evaluation did not finish. Run it again; only missing "
+                "requests are sent."
             )
         return Evaluation(
             settings, {identity: tuple(group) for identity, group in items.items()}, k
@@ -251,8 +251,8 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
     if len(rows) < expected:
         raise ResultsError(
             f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not "
-            "finish, or lines were "
-            "lost since. Run the same evaluation again; only missing requests are sent."
+            "finish, or lines were lost since. Run the same evaluation again; only missing "
+            "requests are sent."
         )
     return Evaluation.of(settings, rows.values())
 

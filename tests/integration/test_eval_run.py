@@ -217,8 +217,7 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     )
     message = (
         r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may "
-        r"\(evaluate.max_failed_ratio\). "
-        r"First reason: HTTP 400: too long"
+        r"\(evaluate.max_failed_ratio\). First reason: HTTP 400: too long"
     )
     with pytest.raises(RequestsRefused, match=message) as caught:
         evaluate(make_set(10), endpoint, SAMPLING, tmp_path, max_failed_ratio=0.1)
