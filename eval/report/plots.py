@@ -249,9 +249,7 @@ def transition_plot(comparison: Comparison) -> str:
 
 
 def history_plot(
-    labels: Sequence[str],
-    points: Sequence[Accuracy],
-    trend: tuple[float, float] | None,
+    labels: Sequence[str], points: Sequence[Accuracy], trend: tuple[float, float] | None
 ) -> str:
     """Accuracies with 95 % intervals over runs, and first and last value of the trend's line."""
     figure, axes = _new_figure(width=7.6, height=3.0)
@@ -345,9 +343,7 @@ def checkpoint_plot(curve: Mapping[str, Any]) -> str:
 
 
 def _grouped_bars(
-    names: Sequence[str],
-    series_of: Mapping[str, Sequence[Accuracy]],
-    label: str,
+    names: Sequence[str], series_of: Mapping[str, Sequence[Accuracy]], label: str
 ) -> str:
     """One group of bars per name and one bar per series, each an (accuracy, 95 % interval)."""
     figure, axes = _new_figure(width=7.6, height=2.9)

@@ -261,11 +261,7 @@ def test_requests_per_second_are_limited(
 ) -> None:
     start = time.monotonic()
     evaluate(
-        make_set(21),
-        endpoint,
-        SAMPLING,
-        tmp_path,
-        limits=replace(LIMITS, requests_per_second=50.0),
+        make_set(21), endpoint, SAMPLING, tmp_path, limits=replace(LIMITS, requests_per_second=50.0)
     )
     assert time.monotonic() - start >= 20 / 50
 

@@ -241,10 +241,7 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
 
 
 def test_a_server_that_refuses_everything_is_given_up_early(
-    endpoint: Endpoint,
-    server: ArithmeticServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    endpoint: Endpoint, server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
@@ -325,10 +322,7 @@ def test_rows_of_another_evaluation_are_refused_and_kept(
 
 
 def test_changed_settings_start_over_and_are_logged(
-    server: ArithmeticServer,
-    endpoint: Endpoint,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shorter = replace(SAMPLING, max_tokens=32)
     evaluate(make_set(3), endpoint, SAMPLING, tmp_path)
