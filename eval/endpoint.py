@@ -52,9 +52,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     chat_template_kwargs: Mapping[str, Any] | None = None  # vLLM extension
     extra_body: Mapping[str, Any] | None = None
-    source: Literal["model", "server"] | None = (
-        None  # of temperature, top_p and top_k; None: the settings
-    )
+    # of temperature, top_p and top_k; None: the settings
+    source: Literal["model", "server"] | None = None
 
     def body(self, sample: int) -> dict[str, Any]:
         """Return the request fields for one sample."""

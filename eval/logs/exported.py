@@ -222,10 +222,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def export_logs(results: Path, output: Path, form: Literal["inspect", "lm-eval"]) -> list[Path]:
-    """Write an evaluation, or each of a suite, as logs of inspect_ai or lm-eval; returns their paths.
-
-    `output` is a file for one log of inspect_ai, else a folder.
-    """
+    """Write the logs of an evaluation or a suite to a folder, or one inspect_ai log to a file."""
     write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
     folders = read_suite(results)
     written: list[Path] = []

@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from eval.problems.prompts import Prompt
 from eval.requests.recorder import regrade_row
 from eval.results.rows import (
     SETTINGS_FILE,
-    SUMMARY_FILE,
     Evaluation,
     ResultsError,
     Row,
@@ -30,7 +29,7 @@ from eval.results.rows import (
     write_json,
     write_rows,
 )
-from eval.results.summary import Summary, same_answer_by, summarise
+from eval.results.summary import Summary, write_summary
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +89,10 @@ def import_log(path: str | Path, output: str | Path) -> Summary:
             grader=kind.rule,
         )
         settings["imported_from"] = log.program
-        summary = summarise(Evaluation.of(settings, rows), same_answer_by(grader.grade))
+        evaluation = Evaluation.of(settings, rows)
         write_rows(folder, rows)
         write_json(folder / SETTINGS_FILE, settings)
-        write_json(folder / SUMMARY_FILE, asdict(summary))
-    return summary
+        return write_summary(folder, evaluation, grader.grade)
 
 
 def read_log(path: Path) -> Log:
@@ -102,11 +100,11 @@ def read_log(path: Path) -> Log:
     file = _file_at(path)
     try:
         if file.suffix == ".json" and (content := json.loads(file.read_text(encoding="utf-8"))):
-            log = (
-                _read_inspect(content)
-                if "eval" in content
-                else _read_aisbench(file, _indexed(content))
-            )
+            if "eval" in content:
+                log = _read_inspect(content)
+            else:  # OpenCompass's object of rows by index, which AISBench wrote before version 3
+                rows = [{"id": index, **row} for index, row in content.items()]
+                log = _read_aisbench(file, rows)
         else:
             lines = list(iterate_json_lines(file))
             log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
@@ -129,14 +127,8 @@ def _file_at(path: Path) -> Path:
     """Return the file, or the only log in a folder."""
     if path.is_file():
         return path
-    patterns = (
-        "samples_*.jsonl",
-        "*/samples_*.jsonl",
-        "predictions/*/*.json*",
-        "*/*.json*",
-        "*.json*",
-    )
-    for pattern in patterns if path.is_dir() else ():
+    lm_eval, aisbench = ("samples_*.jsonl", "*/samples_*.jsonl"), ("predictions/*/*.json*",)
+    for pattern in (*lm_eval, *aisbench, "*/*.json*", "*.json*") if path.is_dir() else ():
         if found := sorted(one for one in path.glob(pattern) if not one.stem.endswith("_failed")):
             if len(found) > 1:
                 listed = ", ".join(map(str, found[:9]))
@@ -258,11 +250,8 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in messages)
         choices = (sample.get("output") or {}).get("choices") or []
         content = choices[0]["message"]["content"] if choices else ""
-        thinking = (
-            "".join(part.get("reasoning", "") for part in content)
-            if isinstance(content, list)
-            else ""
-        )
+        parts = content if isinstance(content, list) else []
+        thinking = "".join(part.get("reasoning", "") for part in parts)
         target, about = sample["target"], sample.get("metadata") or {}
         error = (sample.get("error") or {}).get("message")
         stop = choices[0].get("stop_reason") if choices else None
@@ -284,14 +273,8 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
-
-
-def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Read OpenCompass's object of rows by index, which AISBench wrote before version 3."""
-    return [{"id": index, **row} for index, row in content.items()]
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "".join(part.get("text", "") for part in parts)
 
 
 def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:

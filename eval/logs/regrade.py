@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from eval.requests.recorder import regrade_row
 from eval.results.rows import (
     RESULTS_FILE,
     SETTINGS_FILE,
-    SUMMARY_FILE,
     Evaluation,
     Row,
     exclusive,
@@ -21,7 +20,7 @@ from eval.results.rows import (
     write_json,
     write_rows,
 )
-from eval.results.summary import Summary, same_answer_by, summarise
+from eval.results.summary import Summary, write_summary
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,10 @@ def regrade(path: str | Path) -> Regraded:
     with exclusive(directory), kind() as grader:
         after = [regrade_row(row, grader) for row in before]
         num_killed = grader.num_killed
-        summary = summarise(
-            Evaluation.of(regraded_settings, after).by_problem(), same_answer_by(grader.grade)
-        )
         write_rows(directory, after)
         write_json(directory / SETTINGS_FILE, regraded_settings)
-        write_json(directory / SUMMARY_FILE, asdict(summary))
+        regraded = Evaluation.of(regraded_settings, after).by_problem()
+        summary = write_summary(directory, regraded, grader.grade)
     return Regraded(
         directory=directory,
         grader_before=str(settings.get("grader")),

@@ -18,33 +18,15 @@ from eval.problems.prompts import Message
 Row = Mapping[str, Any]
 # Usual names of the user's own columns, the likeliest first.
 PROBLEM_COLUMNS = (
-    "problem",
-    "question",
-    "query",
-    "prompt",
-    "instruction",
-    "input",
-    "messages",
-    "conversation",
-    "text",
+    "problem question query prompt instruction input messages conversation text".split()
 )
 ANSWER_COLUMNS = (
-    "answer",
-    "final_answer",
-    "gold",
-    "ground_truth",
-    "expected",
-    "target",
-    "label",
-    "solution",
-    "output",
+    "answer final_answer gold ground_truth expected target label solution output".split()
 )
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
-INTEGER_ANSWER = (
-    "is_integer_answer"  # in extra_info beside `choices`, because gold answers are texts
-)
-
+# In extra_info beside `choices`, because gold answers are texts.
+INTEGER_ANSWER = "is_integer_answer"
 
 _PINNED = re.compile(r"#sha256=[0-9a-f]{64}$|@[0-9a-f]{40}(?:/|$)")
 
@@ -87,7 +69,7 @@ class ProblemSet:
 
     def source(self, split: Split, hub: Hub | None = None) -> str:
         """Return the reference of a split, by default on the default hub. Raises ProblemsError."""
-        sources = self.train if split == "train" else self.test
+        sources = self.sources[split]
         if not sources:
             use, key = (
                 ("train on", "data.train") if split == "train" else ("evaluate with", "data.eval")
@@ -105,15 +87,17 @@ class ProblemSet:
         return sources[hub]
 
     @property
+    def sources(self) -> dict[Split, Mapping[str, str]]:
+        """The references of each split, by hub."""
+        return {"train": self.train, "test": self.test}
+
+    @property
     def unpinned(self) -> tuple[Split, ...]:
         """The splits whose default source names a branch or no revision and so may change."""
-        splits: tuple[Split, ...] = ("train", "test")
-        sources = {
-            split: next(iter((self.train if split == "train" else self.test).values()), "")
-            for split in splits
-        }
         return tuple(
-            split for split, source in sources.items() if source and not _PINNED.search(source)
+            split
+            for split, sources in self.sources.items()
+            if sources and not _PINNED.search(next(iter(sources.values())))
         )
 
 

@@ -22,25 +22,20 @@ from eval.results.rows import (
     load_evaluation,
     num_right,
 )
-from eval.results.statistics import SIGNIFICANCE, measure_change, share_interval
+from eval.results.statistics import SIGNIFICANCE, PairedChange, measure_change, share_interval
 from eval.results.summary import (
     Budget,
-    Thinking,
-    acc_norm,
+    Rates,
     by_limit,
     group_by,
-    mean_response_tokens,
-    measure_thinking,
+    measure_rates,
     rate,
     same_answer_by,
-    summarise_scores,
 )
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is being compared; the others are checked item by item.
 _NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
-
-
 MAX_RESPONSE_CHARS = 6000  # of a response or thinking in a report
 
 
@@ -59,7 +54,7 @@ class GroupResult:
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(Rates):
     """Results of one of the two models, over the paired items."""
 
     model: str
@@ -71,17 +66,9 @@ class Side:
     sampling: Mapping[str, Any]  # as in settings.json
     n: int
     right: int
-    accuracy: float
     interval: tuple[float, float]
     by_level: dict[str, GroupResult]
     by_subject: dict[str, GroupResult]
-    no_answer_rate: float  # of responses
-    truncated_rate: float
-    request_failed_rate: float  # over all items of this side, paired or not
-    mean_response_tokens: float | None
-    thinking: Thinking | None
-    scorer: dict[str, float] | None  # {mean_score, errors} if a scorer grades
-    acc_norm: float | None  # if options are scored by log-probs
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
     finished_accuracy: float | None  # over those; None without any
     speed: Speed
@@ -112,7 +99,7 @@ class Unpaired:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(PairedChange):
     """A paired comparison over `n` items, answered `num_samples` times on both sides.
 
     `difference` = after - before, of mean accuracy. `b` counts items that got worse (lost), `c`
@@ -122,18 +109,12 @@ class Comparison:
 
     before: Side
     after: Side
-    n: int
     num_samples: int
     is_same_model: bool  # proven, see eval.requests.identity.show_same_weights
     unpaired: Unpaired
-    difference: float
-    ci95: tuple[float, float]
     test: Literal["exact McNemar", "exact sign-flip"]
-    p: float
-    mid_p: float
     b: int
     c: int
-    minimal_detectable_difference: float
     groups: dict[str, dict[str, GroupChange]]
     gain: dict[str, Part]
     transitions: dict[str, dict[str, float]]
@@ -176,7 +157,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         raise ComparisonError(
             f"none of the {len(pairs)} items was answered on both sides: nothing can be compared"
         )
-    k, n = before.num_samples, len(paired)
+    k = before.num_samples
     sides = [x for x, _ in paired], [y for _, y in paired]
     changes = breakdown.changes_of(paired)
     change = measure_change(changes, k)
@@ -186,18 +167,13 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     return Comparison(
         before=_side(before, sides[0]),
         after=_side(after, sides[1]),
-        n=n,
+        **vars(change),
         num_samples=k,
         is_same_model=_is_same_model(before.settings, after.settings),
         unpaired=_unpaired(pairs),
-        difference=change.difference,
-        ci95=change.ci95,
         test="exact McNemar" if k == 1 else "exact sign-flip",
-        p=change.p,
-        mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
-        minimal_detectable_difference=change.detectable,
         groups=breakdown.group_changes(paired, GROUP_FIELDS),
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
@@ -293,6 +269,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     finished = [row for row in rows if row.verdict in ("right", "wrong")]
     return Side(
+        **vars(measure_rates(rows, evaluation)),
         model=str(evaluation.settings["model"]),
         name=served.get("name"),
         url=served.get("url"),
@@ -302,17 +279,9 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         sampling=evaluation.settings["sampling"],
         n=total.n,
         right=total.right,
-        accuracy=total.accuracy,
         interval=total.interval,
         by_level=_grouped(items, "level"),
         by_subject=_grouped(items, "subject"),
-        no_answer_rate=rate(rows, lambda row: row.verdict == "no_answer"),
-        truncated_rate=rate(rows, lambda row: row.verdict == "truncated"),
-        request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
-        mean_response_tokens=mean_response_tokens(rows),
-        thinking=measure_thinking(rows),
-        scorer=summarise_scores(rows),
-        acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right) if finished else None,
         speed=breakdown.measure_speed(rows),
@@ -348,8 +317,13 @@ def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
     return tuple(flips)
 
 
+def shown_sample(samples: Samples, right: bool) -> int:
+    """Index of the first sample whose is_right equals `right`; 0 if there is none."""
+    return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
+
+
 def _sample_fields(samples: Samples, right: bool) -> dict[str, Any]:
-    row = next((row for row in samples if row.is_right == right), samples[0])
+    row = samples[shown_sample(samples, right)]
     response = row.response and row.response[-MAX_RESPONSE_CHARS:]
     return {
         "verdict": row.verdict,

@@ -30,31 +30,8 @@ _DEFINES = re.compile(
     r"\\(?:def|edef|gdef|let|(?:re|provide)?newcommand|providecommand|DeclareMathOperator)(?![a-z])"
 )
 _ELEMENTS = frozenset(
-    (
-        "math",
-        "mrow",
-        "mi",
-        "mn",
-        "mo",
-        "mtext",
-        "mspace",
-        "msup",
-        "msub",
-        "msubsup",
-        "mfrac",
-        "msqrt",
-        "mroot",
-        "mover",
-        "munder",
-        "munderover",
-        "mtable",
-        "mtr",
-        "mtd",
-        "mstyle",
-        "mpadded",
-        "mphantom",
-        "menclose",
-    )
+    "math mrow mi mn mo mtext mspace msup msub msubsup mfrac msqrt mroot mover munder munderover "
+    "mtable mtr mtd mstyle mpadded mphantom menclose".split()
 )
 _ATTRIBUTES = {
     "display": re.compile("block|inline"),

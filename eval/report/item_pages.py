@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eval.report.compare import MAX_RESPONSE_CHARS
+from eval.report.compare import MAX_RESPONSE_CHARS, shown_sample
 from eval.report.formulas import Formulas
 from eval.report.pages import render
 from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
@@ -116,36 +116,17 @@ def _index_entry(pair: tuple[Samples, Samples]) -> list[Any]:
     for samples, right in zip(pair, (direction == "lost", direction == "gained"), strict=True):
         shown = samples[shown_sample(samples, right)]
         answer = None if shown.answer is None else shown.answer[:_MAX_CELL_CHARS]
-        sides += [
-            shown.verdict,
-            answer,
-            num_right(samples),
-            sorted({row.verdict for row in samples}),
-        ]
-    return [
-        first.id,
-        first.level or "",
-        first.subject or "",
-        first.gold[:_MAX_CELL_CHARS],
-        direction,
-        *sides,
-    ]
-
-
-def shown_sample(samples: Samples, right: bool) -> int:
-    """Index of the first sample whose is_right equals `right`; 0 if there is none."""
-    return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
+        verdicts = sorted({row.verdict for row in samples})
+        sides += [shown.verdict, answer, num_right(samples), verdicts]
+    groups = first.level or "", first.subject or ""
+    return [first.id, *groups, first.gold[:_MAX_CELL_CHARS], direction, *sides]
 
 
 def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
     direction = direction_of(pair)
     sides = [
-        {
-            "name": name,
-            "samples": _samples(samples, texts),
-            "shown": shown_sample(samples, is_shown),
-        }
-        for name, samples, is_shown in (
+        {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, right)}
+        for name, samples, right in (
             ("before", pair[0], direction == "lost"),
             ("after", pair[1], direction == "gained"),
         )

@@ -200,13 +200,7 @@ def limit_plot(comparison: Comparison) -> str:
     limits = [sides[0].max_tokens for sides in comparison.by_limit]
     for number, side in enumerate(("before", "after")):
         accuracies = [100 * sides[number].accuracy for sides in comparison.by_limit]
-        style: dict[str, Any] = {
-            "color": COLOUR[side],
-            "linewidth": 1.5,
-            "marker": "o",
-            "markersize": 3.5,
-        }
-        axes.plot(limits, accuracies, label=side, **style)
+        axes.plot(limits, accuracies, color=COLOUR[side], label=side, marker="o", markersize=3.5)
     axes.set_xscale("log", base=2)
     axes.set_xticks(limits, [f"{limit:,}" for limit in limits])
     axes.minorticks_off()
@@ -464,19 +458,9 @@ def _accuracy_line(
 ) -> None:
     """Draw accuracies in percent with their 95 % intervals."""
     accuracies = [100 * accuracy for accuracy, _ in points]
-    line: dict[str, Any] = {
-        "color": COLOUR[colour],
-        "linewidth": 1.6,
-        "marker": "o",
-        "markersize": 4,
-    }
-    bars: dict[str, Any] = {
-        "yerr": _errors(points),
-        "ecolor": COLOUR["soft"],
-        "elinewidth": 1,
-        "capsize": 2.5,
-    }
-    axes.errorbar(places, accuracies, label=label, **line, **bars)
+    line: dict[str, Any] = {"color": COLOUR[colour], "linewidth": 1.6, "marker": "o"}
+    bars: dict[str, Any] = {"ecolor": COLOUR["soft"], "elinewidth": 1, "capsize": 2.5}
+    axes.errorbar(places, accuracies, _errors(points), label=label, markersize=4, **line, **bars)
 
 
 def _errors(points: Sequence[Accuracy]) -> list[list[float]]:

@@ -56,9 +56,8 @@ class Provenance:
     stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
     traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
-    card: Mapping[str, Any] | None = (
-        None  # data_card.json, plus prompt_lengths if training measured them
-    )
+    # data_card.json, plus prompt_lengths if training measured them
+    card: Mapping[str, Any] | None = None
 
 
 UNKNOWN = Provenance()
@@ -84,6 +83,7 @@ def make_report(
     fields = asdict(comparison)
     flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
     num_lost, num_gained = fields.pop("b"), fields.pop("c")
+    detectable = fields.pop("detectable")
     num_groups = sum(map(len, comparison.groups.values()))
     report = {
         **run_fields(steps, provenance),
@@ -95,6 +95,7 @@ def make_report(
         **fields,
         "num_gained": num_gained,
         "num_lost": num_lost,
+        "minimal_detectable_difference": detectable,
         "mcnemar": None,  # only with one sample per item
         "num_groups": num_groups,
         "expected_false_alarms": SIGNIFICANCE * num_groups,
@@ -106,12 +107,8 @@ def make_report(
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }
     if comparison.num_samples == 1:
-        report["mcnemar"] = {
-            "b": num_lost,
-            "c": num_gained,
-            "p": comparison.p,
-            "mid_p": comparison.mid_p,
-        }
+        p_values = {"p": comparison.p, "mid_p": comparison.mid_p}
+        report["mcnemar"] = {"b": num_lost, "c": num_gained, **p_values}
     return report
 
 
@@ -171,7 +168,7 @@ def verdict(comparison: Comparison) -> str:
         f"{points(comparison.difference)} points (95 % interval {low} to {high}) on "
         f"{_items(comparison)}: {_evidence(comparison)}."
     )
-    detectable = comparison.minimal_detectable_difference
+    detectable = comparison.detectable
     undetected = (
         f"with these items, a true change smaller than about {100 * detectable:.1f} points goes "
         "undetected more than one time in five"

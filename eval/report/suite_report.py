@@ -62,15 +62,8 @@ from eval.results.suite import Member, Suite, describe_suite, read_suite
 CHECKPOINT_PAGE = "checkpoints.html"
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own
 # report.
-_OWN_PAGE = (
-    "flips",
-    "items",
-    "transitions",
-    "groups",
-    "num_groups",
-    "expected_false_alarms",
-    "lengths",
-    "gain",
+_OWN_PAGE = frozenset(
+    "flips items transitions groups num_groups expected_false_alarms lengths gain".split()
 )
 
 
@@ -108,7 +101,7 @@ def write_suite_report(
     columns = [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]
     parsed_gates = [parse_gate(gate, _names(suite), columns) for gate in gates]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    others = _Others.of(models)
+    others = _Others(models)
     pairs, reports = list[Paired](), dict[str, dict[str, Any]]()
     for member in suite.members:  # one at a time, so that only one has its responses in memory
         max_chars = 0 if output_dir is None else MAX_RESPONSE_CHARS  # only the pages show texts
@@ -225,11 +218,11 @@ def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -
 class _Column:
     """A baseline or checkpoint, paired with other models benchmark by benchmark."""
 
-    def __init__(self, name: str, folders: Mapping[str, Path]) -> None:
+    def __init__(self, name: str, path: str | Path) -> None:
         self.name = name
         self.missing: dict[str, str] = {}
         self.pairs: dict[str, list[Paired]] = {}  # by the side it is paired with
-        self._folders = folders
+        self._folders = read_suite(path)
         self._model = ""
 
     def add(self, member: Member, sides: Mapping[str, Evaluation], is_later: bool = False) -> None:
@@ -262,23 +255,14 @@ class _Column:
         return {"name": self.name, "model": self._model, "missing": self.missing, **sides}
 
 
-@dataclass(frozen=True)
 class _Others:
     """The models beside the two that are compared."""
 
-    baselines: dict[str, _Column]
-    checkpoints: dict[int, _Column]
-
-    @staticmethod
-    def of(models: Models) -> _Others:
-        """Find the results of the models."""
-        return _Others(
-            {name: _Column(name, read_suite(path)) for name, path in models.baselines.items()},
-            {
-                step: _Column(f"step {step}", read_suite(path))
-                for step, path in models.checkpoints.items()
-            },
-        )
+    def __init__(self, models: Models) -> None:
+        self.baselines = {name: _Column(name, path) for name, path in models.baselines.items()}
+        self.checkpoints = {
+            step: _Column(f"step {step}", path) for step, path in models.checkpoints.items()
+        }
 
     def add(self, member: Member, before: Evaluation, after: Evaluation) -> None:
         """Pair one benchmark of every model."""

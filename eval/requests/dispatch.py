@@ -67,9 +67,7 @@ class Outcome(NamedTuple):
     attempts: int
     seconds: float  # over all attempts, including the waits between them
     failure: str | None = None
-    is_refused: bool = (
-        False  # the server refused the request itself: another attempt would fail too
-    )
+    is_refused: bool = False  # by the server: another attempt would fail too
 
 
 Batch = list[tuple[Request, Outcome]]
@@ -85,7 +83,7 @@ class Dispatcher:
     `outage_seconds` to come back.
 
     All answers come from the same weights: these are checked before the first answer counts, after
-    each failure, and at the end. `weights` are the expected ones; None accepts the first ones found.
+    each failure, and at the end. `weights` are the expected ones; None accepts the first.
     """
 
     def __init__(self, endpoint: Endpoint, limits: Limits, weights: Weights | None = None) -> None:

@@ -38,9 +38,7 @@ class Weights:
 
     root: str | None
     logprobs: LogProbs | None
-    engine: str | None = (
-        None  # self-reported version and settings; not part of the weights' identity
-    )
+    engine: str | None = None  # self-reported version and settings; no part of the identity
 
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:

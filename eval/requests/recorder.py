@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +39,7 @@ from eval.results.rows import (
     write_json,
     write_rows,
 )
-from eval.results.summary import Summary, mean_response_tokens, same_answer_by, summarise
+from eval.results.summary import Summary, mean_response_tokens, write_summary
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,8 @@ class Benchmark:
     name: str = ""  # in messages; "" for a single benchmark
     max_failed_ratio: float = 0.0
     grader: Grader | None = None  # replaces the set's grader
-    earlier: Path | None = (
-        None  # results of the same items by any model, to estimate response lengths
-    )
+    # results of the same items by any model, to estimate response lengths
+    earlier: Path | None = None
 
     @property
     def requested(self) -> Sampling:
@@ -184,37 +183,32 @@ class Recorder:
         Raises EvaluationError if too many requests failed or some were not sent, RequestsRefused if
         the server refused all failed ones.
         """
-        rows = self._rows
-        try:
-            self._check_failures(rows, server, outage)
-        except EvaluationError as error:
-            if 0 < self._num_refused == self._num_failed:
-                is_key = re.search(r"HTTP 40[13]\b", str(error)) is not None
-                raise RequestsRefused(f"{error} {REFUSED_KEY if is_key else REFUSED}") from None
-            raise
-        ordered = [rows[item.id, sample] for item, sample in self._expected]
+        self._check_failures(server, outage)
+        ordered = [self._rows[item.id, sample] for item, sample in self._expected]
         write_rows(self.folder, ordered)
         _check_scorer([row for row in ordered if row.is_answered], self._grader.rule)
-        summary = summarise(
-            Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade)
+        summary = write_summary(
+            self.folder, Evaluation.of(self.settings, ordered), self._grader.grade
         )
-        write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
         return summary
 
-    def _check_failures(self, rows: dict[RowKey, Row], server: str, outage: str) -> None:
-        """Raise EvaluationError if too many requests failed, or some were not sent."""
-        failures = [row for row in rows.values() if not row.is_answered]
-        num_unsent = len(self._expected) - len(rows)
+    def _check_failures(self, server: str, outage: str) -> None:
+        failures = [row for row in self._rows.values() if not row.is_answered]
+        num_unsent = len(self._expected) - len(self._rows)
         if len(failures) <= self._max_failed and not num_unsent:
             return
         unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
-        raise EvaluationError(
+        message = (
             f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; at "
             f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. The "
             f"answers so far are kept in {self.folder}: run the same evaluation again to continue."
         )
+        if 0 < self._num_refused == self._num_failed:
+            is_key = re.search(r"HTTP 40[13]\b", message) is not None
+            raise RequestsRefused(f"{message} {REFUSED_KEY if is_key else REFUSED}")
+        raise EvaluationError(message)
 
 
 def _check_scorer(rows: Sequence[Row], rule: str) -> None:

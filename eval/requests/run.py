@@ -40,11 +40,11 @@ def evaluate_all(
 ) -> list[Summary]:
     """Evaluate all benchmarks in one session. Returns their summaries, also written to files.
 
-    A problem on r rows of its file gets r times `sampling.num_samples` samples. The longest expected
-    requests are sent first. A folder with equal settings is
-    resumed: only missing rows and failed requests are sent. If only the grader or the gold answers
-    differ, stored rows are graded again. Otherwise the benchmark starts over, and the old files
-    move to `superseded-N/`.
+    A problem on r rows of its file gets r times `sampling.num_samples` samples. The requests
+    expected to take longest are sent first. A folder with equal settings is resumed: only missing
+    rows and failed requests are sent. If only the grader or the gold answers differ, stored rows
+    are graded again. Otherwise the benchmark starts over, and the old files move to
+    `superseded-N/`.
 
     Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or
     RequestsRefused if the server refused all of those. Finished rows are kept for the next attempt,

@@ -8,10 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
+from pathlib import Path
 from typing import Any, Literal
 
 from eval.answers.grading import Grade
-from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
+from eval.results.rows import (
+    SUMMARY_FILE,
+    Evaluation,
+    Row,
+    Samples,
+    is_answered,
+    num_right,
+    write_json,
+)
 from eval.results.statistics import share_interval
 
 MAX_LIMITS = 8
@@ -39,27 +48,28 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The result of an evaluation.
-
-    All statistics except `request_failed_rate` are over answered rows, since a failed request says
-    nothing about the model. With several samples per item, `n` counts samples and `accuracy` is
-    their mean.
-    """
+class Rates:
+    """Statistics over answered rows, since a failed request says nothing about the model."""
 
     accuracy: float  # by the exact grader
+    no_answer_rate: float
+    truncated_rate: float
+    request_failed_rate: float  # over all rows of the evaluation
+    mean_response_tokens: float | None
+    thinking: Thinking | None
+    scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
+    acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
+
+
+@dataclass(frozen=True)
+class Summary(Rates):
+    """The result of an evaluation. With several samples per item, `n` counts samples."""
+
     n: int
     num_items: int
     num_samples: int  # per item
     by_level: dict[str, dict[str, float]]  # level -> {n, right, accuracy}
     by_subject: dict[str, dict[str, float]]
-    no_answer_rate: float
-    truncated_rate: float
-    request_failed_rate: float
-    mean_response_tokens: float | None
-    thinking: Thinking | None
-    scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
-    acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
     # {accuracy, raises: its own code would raise}; None if not its rule
     aisbench: dict[str, float] | None
@@ -71,29 +81,36 @@ class Summary:
     settings: dict[str, Any]
 
 
-def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
-    """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
-    settings, rows = evaluation.settings, evaluation.rows
-    answered = [row for row in rows if row.is_answered]
+def measure_rates(answered: Sequence[Row], evaluation: Evaluation) -> Rates:
+    """Measure these answered rows of the evaluation."""
     # several times as fast as `rate` for each verdict
     counts = Counter([row.verdict for row in answered])
     shares = {verdict: count / len(answered) for verdict, count in counts.items()}
+    return Rates(
+        accuracy=shares.get("right", 0.0),
+        no_answer_rate=shares.get("no_answer", 0.0),
+        truncated_rate=shares.get("truncated", 0.0),
+        request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
+        mean_response_tokens=mean_response_tokens(answered),
+        thinking=measure_thinking(answered),
+        scorer=summarise_scores(answered),
+        acc_norm=acc_norm(answered),
+    )
+
+
+def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
+    """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
+    settings = evaluation.settings
+    answered = [row for row in evaluation.rows if row.is_answered]
     is_twice = evaluation.has_aisbench
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
-        accuracy=shares.get("right", 0.0),
+        **vars(measure_rates(answered, evaluation)),
         n=len(answered),
         num_items=len(evaluation.items),
         num_samples=num_samples,
         by_level=_accuracy_by(answered, "level"),
         by_subject=_accuracy_by(answered, "subject"),
-        no_answer_rate=shares.get("no_answer", 0.0),
-        truncated_rate=shares.get("truncated", 0.0),
-        request_failed_rate=rate(rows, lambda row: not row.is_answered),
-        mean_response_tokens=mean_response_tokens(answered),
-        thinking=measure_thinking(answered),
-        scorer=summarise_scores(answered),
-        acc_norm=acc_norm(answered),
         by_limit=[
             budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)
         ],
@@ -109,6 +126,15 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
         settings=settings,
     )
+
+
+def write_summary(
+    folder: Path, evaluation: Evaluation, grade: Callable[[str, str, str], Grade]
+) -> Summary:
+    """Write and return the summary. Answers count as one if the grader finds them equal."""
+    summary = summarise(evaluation, same_answer_by(grade))
+    write_json(folder / SUMMARY_FILE, asdict(summary))
+    return summary
 
 
 def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
@@ -322,24 +348,20 @@ def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget
     longest = max(row.response_tokens or 0 for row in rows)
     halves = [max_tokens >> power for power in range(1, MAX_LIMITS)]
     limits = [limit for limit in halves if 0 < limit < longest]
-    found = [
-        tuple(_budget(rows, limit) for rows in sides) for limit in limits and (max_tokens, *limits)
-    ]
-    last = next(
-        (
-            number
-            for number, budgets in enumerate(found)
-            if not any(one.accuracy for one in budgets)
-        ),
-        None,
-    )
-    return found if last is None else found[: last + 1]
+    found = []
+    for limit in limits and (max_tokens, *limits):
+        found.append(tuple(_budget(rows, limit) for rows in sides))
+        if not any(budget.accuracy for budget in found[-1]):
+            break
+    return found
 
 
 def _budget(rows: Sequence[Row], limit: int) -> Budget:
-    whole = [
-        row for row in rows if row.verdict != "truncated" and (row.response_tokens or 0) <= limit
-    ]
+    def is_whole(row: Row) -> bool:
+        return row.verdict != "truncated" and (row.response_tokens or 0) <= limit
+
     return Budget(
-        limit, sum(row.is_right for row in whole) / len(rows), (len(rows) - len(whole)) / len(rows)
+        limit,
+        accuracy=rate(rows, lambda row: is_whole(row) and row.is_right),
+        truncated_rate=rate(rows, lambda row: not is_whole(row)),
     )

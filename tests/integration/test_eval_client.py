@@ -116,14 +116,9 @@ def cut_off(handler: Handler, prompt: str, attempt: int) -> bool:
 
 FAULTS: dict[str, Behaviour] = {
     "HTTP 500: boom": lambda handler, prompt, attempt: handler.send(500, b"boom"),
-    "HTTP 520: origin": lambda handler, prompt, attempt: handler.send(520, b"origin"),  # from a CDN
-    "HTTP 529: overloaded": lambda handler, prompt, attempt: handler.send(529, b"overloaded"),
     "ClientPayloadError": cut_off,
     "HTTP 429: slow down": lambda handler, prompt, attempt: handler.send(429, b"slow down"),
     "invalid JSON": lambda handler, prompt, attempt: handler.send(200, b'{"choices": ['),
-    "invalid JSON in a body of 4 bytes": lambda handler, prompt, attempt: handler.send(
-        200, b"\xff\xfe\x00\xd8"
-    ),
     "ServerDisconnectedError": lambda handler, prompt, attempt: handler.drop(),
     "not a chat completion": lambda handler, prompt, attempt: handler.send(200, b'{"choices": []}'),
     "the response's text is a float": lambda handler, prompt, attempt: handler.send(
@@ -209,11 +204,8 @@ def test_hanging_and_dripping_responses_time_out(
     server.behave = delay
     outcome = ask(endpoint, timeout_seconds=0.3)
     release.set()
-    assert (outcome.answer, outcome.failure, outcome.attempts) == (
-        None,
-        "no answer within 0.3 s",
-        1,
-    )
+    assert (outcome.answer, outcome.attempts) == (None, 1)
+    assert outcome.failure == "no answer within 0.3 s"
     assert outcome.seconds < FAR  # it would hang forever
 
 
@@ -228,11 +220,8 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
     server.behave = lambda handler, prompt, attempt: handler.send(200, body)
     assert evaluate(make_set(1), endpoint, SAMPLING, tmp_path).accuracy == 1.0
     row = read_rows(tmp_path)["item-0", 0]
-    assert (row.response, row.finish_reason, row.response_tokens) == (
-        "\ufffd \\boxed{1}",
-        None,
-        None,
-    )
+    assert row.response == "\ufffd \\boxed{1}"
+    assert (row.finish_reason, row.response_tokens) == (None, None)
     assert b"NaN" not in (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").read_bytes().decode("utf-8")
 

@@ -86,13 +86,8 @@ def test_a_failure_invalidates_a_check_that_began_before_it(
         return handler.number == 2 and handler.send(502, b"bad gateway")
 
     server.behave = fail
-    evaluate(
-        make_set(2),
-        Endpoint(server.url, "m"),
-        SAMPLING,
-        tmp_path,
-        limits=replace(LIMITS, concurrency=2),
-    )
+    two = replace(LIMITS, concurrency=2)
+    evaluate(make_set(2), Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=two)
     assert server.num_probes == 3  # for the first answer, after the failure, at the end
 
 

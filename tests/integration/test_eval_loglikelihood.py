@@ -31,15 +31,8 @@ CHOICES = ["red", "very very blue", "seven"]
 @pytest.fixture
 def server() -> Iterator[ArithmeticServer]:
     with running() as server:
-        server.words = {
-            "A": -0.5,
-            "B": -2.0,
-            "C": -3.0,
-            "red": -2.0,
-            "very": -0.75,
-            "blue": -1.0,
-            "seven": -5.0,
-        }
+        server.words = {"A": -0.5, "B": -2.0, "C": -3.0}
+        server.words |= {"red": -2.0, "very": -0.75, "blue": -1.0, "seven": -5.0}
         yield server
 
 
@@ -152,13 +145,8 @@ def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) ->
     rows = [
         {"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(["3", "1"])
     ]
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(ProblemsError, match=r"read as texts and as indices.*\(row-0: '3', row-1"):
         golds_of(written(tmp_path, *rows))
-    assert str(caught.value) == (
-        "all 2 answers can be read as texts and as indices of the options, and 2 then mean "
-        "different options (row-0: '3', row-1: '1'): write the key `answer` as the option's letter "
-        "(A, B, ...) or as its index from 0, a JSON integer without quotes"
-    )
 
 
 def test_answers_that_no_reading_fits_are_refused(tmp_path: Path) -> None:
@@ -176,10 +164,7 @@ def test_answers_that_no_reading_fits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (
-            {"problem": "1 + 1?", "answer": "2"},
-            "has 0 options and the answer '2'; list options as lines A., B.",
-        ),
+        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'"),
         ({"problem": "A. one\nC. two", "answer": "A"}, "has 0 options"),
         ({"problem": LISTED, "answer": "D"}, "has 3 options and the answer 'D'"),
         ({"problem": LISTED, "answer": "A, C"}, "needs one right option of several"),
@@ -188,9 +173,8 @@ def test_answers_that_no_reading_fits_are_refused(tmp_path: Path) -> None:
 def test_problems_without_one_right_option_are_refused(
     tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(ProblemsError, match=said):
         load_set(written(tmp_path, row), mode="loglikelihood")
-    assert said in str(caught.value)
 
 
 def test_a_server_without_log_probs_of_prompts_is_refused(
@@ -198,10 +182,7 @@ def test_a_server_without_log_probs_of_prompts_is_refused(
 ) -> None:
     server.words = {}  # log-probs of generated tokens only, as some servers return
     asked = load_set(written(tmp_path, {"problem": LISTED, "answer": "A"}), mode="loglikelihood")
-    with pytest.raises(
-        RequestsRefused,
-        match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs",
-    ):
+    with pytest.raises(RequestsRefused, match="returns no log-probs of prompts"):
         evaluate(asked, Endpoint(server.url, "m"), SAMPLING, tmp_path / "out")
 
 

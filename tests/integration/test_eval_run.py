@@ -51,6 +51,11 @@ def endpoint(server: ArithmeticServer) -> Endpoint:
     return Endpoint(server.url, "m", api_key="secret")
 
 
+def seeds_of(server: ArithmeticServer, prompt: str) -> list[int]:
+    bodies = [body for _, _, body in server.requests]
+    return sorted(body["seed"] for body in bodies if body["messages"][-1]["content"] == prompt)
+
+
 def test_rows_and_summary_record_prompts_answers_and_verdicts(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:
@@ -83,12 +88,8 @@ def test_rows_and_summary_record_prompts_answers_and_verdicts(
     assert list(read_rows(tmp_path)) == [("item-0", 0), ("item-1", 0), ("item-2", 0), ("item-3", 0)]
     row = read_rows(tmp_path)["item-1", 0]
     assert row.prompt == ({"role": "user", "content": "1 + 1 = ?"},)
-    assert (row.response, row.answer, row.gold, row.verdict) == (
-        "Answer: \\boxed{2}",
-        "2",
-        "2",
-        "right",
-    )
+    assert row.response == "Answer: \\boxed{2}"
+    assert (row.answer, row.gold, row.verdict) == ("2", "2", "right")
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["results.jsonl", "settings.json", "summary.json"]
     assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
@@ -129,10 +130,7 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
         "differing_answers": 0.25,
         "differing_verdicts": 0.25,
     }
-    bodies = [
-        body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"
-    ]
-    assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
+    assert seeds_of(server, "3 + 1 = ?") == [7, 8, 9]
     finished = load_evaluation(tmp_path)
     assert [row.key for row in finished.rows] == [
         (f"item-{item}", n) for item in range(4) for n in range(3)
@@ -141,13 +139,8 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
 
     # A missing sample is requested with its own seed; the others are kept.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
-    rows = map(json.loads, lines)
-    kept = [
-        line
-        for line, row in zip(lines, rows, strict=True)
-        if (row["id"], row["sample"]) != ("item-3", 1)
-    ]
-    (tmp_path / "results.jsonl").write_text("".join(kept))
+    del lines[[row.key for row in finished.rows].index(("item-3", 1))]
+    (tmp_path / "results.jsonl").write_text("".join(lines))
     server.requests.clear()
     evaluate(make_set(4), endpoint, replace(SAMPLING, num_samples=3), tmp_path, limits=LIMITS)
     assert [body["seed"] for _, _, body in server.requests] == [8]
@@ -169,31 +162,17 @@ def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
 
     server.behave = be_wrong_on(0, 1, 2, 3)
     summary = evaluate(aime, endpoint, sampled, tmp_path / "before", limits=LIMITS)
-    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (
-        30,
-        8,
-        240,
-        26 / 30,
-    )
+    assert (summary.num_items, summary.num_samples, summary.n) == (30, 8, 240)
+    assert summary.accuracy == 26 / 30
     assert summary.samples is not None
     assert summary.samples["avg@8"]["value"] == summary.accuracy
-    seeds = [
-        body["seed"]
-        for _, _, body in server.requests
-        if body["messages"][-1]["content"] == "5 + 1 = ?"
-    ]
-    assert sorted(seeds) == list(range(7, 15))
+    assert seeds_of(server, "5 + 1 = ?") == list(range(7, 15))
     server.behave = be_wrong_on(3, 4)
     evaluate(aime, endpoint, sampled, tmp_path / "after", limits=LIMITS)
     result = compare(tmp_path / "before", tmp_path / "after")
     # Three better, one worse: 2 * (1 + 4) / 2^4.
-    assert (result.n, result.num_samples, result.b, result.c, result.p) == (
-        30,
-        8,
-        1,
-        3,
-        pytest.approx(0.625),
-    )
+    assert (result.n, result.num_samples, result.b, result.c) == (30, 8, 1, 3)
+    assert result.p == pytest.approx(0.625)
     assert result.ci95[0] <= 0 <= result.ci95[1]
     (series,) = make_history([tmp_path / "before", tmp_path / "after"])
     assert [change.n for change in series.to_previous if change] == [30]
@@ -225,19 +204,13 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     assert not (tmp_path / "summary.json").exists()
 
     summary = evaluate(make_set(10), endpoint, SAMPLING, tmp_path, max_failed_ratio=0.2)
-    assert (summary.accuracy, summary.n, summary.num_items, summary.request_failed_rate) == (
-        1.0,
-        8,
-        10,
-        0.2,
-    )
+    assert (summary.accuracy, summary.n, summary.num_items) == (1.0, 8, 10)
+    assert summary.request_failed_rate == 0.2
 
     server.behave = lambda handler, prompt, attempt: False
     assert evaluate(make_set(10), endpoint, SAMPLING, tmp_path).n == 10
-    assert server.asked - Counter(dict.fromkeys(server.asked, 1)) == {
-        "3 + 1 = ?": 2,
-        "6 + 1 = ?": 2,
-    }
+    repeated = server.asked - Counter(dict.fromkeys(server.asked, 1))
+    assert repeated == {"3 + 1 = ?": 2, "6 + 1 = ?": 2}
 
 
 def test_a_server_that_refuses_everything_is_given_up_early(
@@ -268,10 +241,8 @@ def test_answers_of_a_server_that_dies_for_good_are_kept(
         evaluate(make_set(90), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert 20 <= len(read_rows(tmp_path)) < 30
     with running() as another:
-        assert (
-            evaluate(make_set(90), Endpoint(another.url, "m"), SAMPLING, tmp_path, limits=LIMITS).n
-            == 90
-        )
+        endpoint = Endpoint(another.url, "m")
+        assert evaluate(make_set(90), endpoint, SAMPLING, tmp_path, limits=LIMITS).n == 90
         assert len(another.requests) <= 70
 
 
@@ -302,11 +273,8 @@ def test_rows_of_another_evaluation_are_refused_and_kept(
     results = tmp_path / "results.jsonl"
     text = results.read_text()
     row = json.loads(text.splitlines()[-1])
-    for changes in (
-        {"id": "zzz"},
-        {"sample": 1},
-        {"prompt": [{"role": "user", "content": "4 + 1 = ?"}]},
-    ):
+    prompt = [{"role": "user", "content": "4 + 1 = ?"}]
+    for changes in ({"id": "zzz"}, {"sample": 1}, {"prompt": prompt}):
         foreign = {**row, **changes}
         results.write_text(text + json.dumps(foreign) + "\n")
         message = rf"1 of \d rows answer .*'{foreign['id']}', sample {foreign['sample']}\)"

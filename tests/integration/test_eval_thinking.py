@@ -95,22 +95,12 @@ def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
     summary, rows = answered(
         server, tmp_path, *(({"content": text}, "stop", tokens(16)) for text in texts)
     )
-    assert [row.verdict for row in rows] == [
-        "right",
-        "right",
-        "truncated",
-        "right",
-        "no_answer",
-        "right",
-    ]
-    assert [row.response for row in rows] == [
-        f"\n{RIGHT % 1}",
-        RIGHT % 2,
-        "",
-        RIGHT % 4,
-        "x" * 12,
-        RIGHT % 6,
-    ]
+    assert {row.id: row.verdict for row in rows if row.verdict != "right"} == {
+        "item-2": "truncated",
+        "item-4": "no_answer",
+    }
+    responses = [f"\n{RIGHT % 1}", RIGHT % 2, "", RIGHT % 4, "x" * 12, RIGHT % 6]
+    assert [row.response for row in rows] == responses
     for text, row in zip(texts, rows, strict=True):
         assert row.text == text
         graded = grade(text, "stop", row.gold, is_chat=True)

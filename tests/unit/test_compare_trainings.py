@@ -64,11 +64,8 @@ def test_the_page_plots_every_training(logs: dict[str, Path], tmp_path: Path) ->
     for text in ("Reward per response", "Response length", "Policy entropy", "Throughput", *logs):
         assert text in page
     content = json.loads((tmp_path / "out" / "trainings.json").read_text())
-    assert content["verl"]["metrics"]["perf/throughput"] == {
-        "first": 70.0,
-        "last": 70.0,
-        "num_steps": 20,
-    }
+    throughput = {"first": 70.0, "last": 70.0, "num_steps": 20}
+    assert content["verl"]["metrics"]["perf/throughput"] == throughput
 
 
 @pytest.mark.slow

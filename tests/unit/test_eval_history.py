@@ -118,15 +118,8 @@ def test_an_evaluation_reused_by_later_runs_counts_once(
     (series,) = history
     assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
     assert (series.num_tests, series.trend) == (1, None)
-    sentence = (
-        "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts "
-        "once."
-    )
-    assert sentence in render_markdown(history)
-    assert (
-        "measured once, reused from the store by 2 later runs"
-        in write_page(history, tmp_path).read_text()
-    )
+    assert "2 later runs reused this evaluation from the store" in render_markdown(history)
+    assert "reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
     del report["after"]["evaluation"]  # as an earlier version wrote it
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
     ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]
@@ -159,9 +152,7 @@ def test_each_benchmark_of_a_suite_is_a_series(tmp_path: Path) -> None:
     )
     assert "and better than the first run (+81.2 points" in words.newest
     assert [series.benchmark for series in make_history(nights, "sums")] == ["sums"]
-    with pytest.raises(
-        ResultsError, match=r"none of these evaluations is of word \(did you mean words\?\)"
-    ):
+    with pytest.raises(ResultsError, match=r"is of word \(did you mean words\?\)"):
         make_history(nights, "word")
     text = render_markdown([words, sums])
     assert "## words" in text
@@ -177,10 +168,8 @@ def test_a_suite_report_provides_all_its_benchmarks(tmp_path: Path) -> None:
     folder = tmp_path / "store" / "runs" / "1" / "report"
     write_report(Models(*sides), None, folder)
     history = make_history([tmp_path / "store"])
-    assert [(series.benchmark, series.points[0].accuracy) for series in history] == [
-        ("words", 0.75),
-        ("sums", 0.75),
-    ]
+    accuracies = {series.benchmark: series.points[0].accuracy for series in history}
+    assert accuracies == {"words": 0.75, "sums": 0.75}
     assert history[0].newest == ""
     (folder / "sums" / "report.json").unlink()
     with pytest.raises(ResultsError, match=r"not a report that the history can read"):
@@ -194,7 +183,5 @@ def test_paths_without_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="no run there has a report"):
         make_history([tmp_path])
     (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
-    with pytest.raises(
-        ResultsError, match=r"not a report that the history can read.*`dapo compare --output`"
-    ):
+    with pytest.raises(ResultsError, match="not a report that the history can read"):
         make_history([tmp_path / "report.json"])

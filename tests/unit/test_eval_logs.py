@@ -35,11 +35,8 @@ def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
     # exact_match in its own results
     assert (summary.n, summary.accuracy) == (6, pytest.approx(5 / 6))
     settings = read_settings(tmp_path) or {}
-    assert (settings["benchmark"], settings["model"], settings["imported_from"]) == (
-        "sums",
-        "m",
-        "lm-eval",
-    )
+    about = {"benchmark": "sums", "model": "m", "imported_from": "lm-eval"}
+    assert about.items() <= settings.items()
     assert (settings["sampling"]["max_tokens"], settings["sampling"]["temperature"]) == (64, 0.0)
     row = read_rows(tmp_path)["5", 0]
     assert row.prompt == ({"role": "user", "content": "5 + 1 = ?"},)
@@ -48,11 +45,8 @@ def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
 
 def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "inspect.json", tmp_path)
-    assert (summary.num_items, summary.num_samples, summary.accuracy) == (
-        3,
-        2,
-        pytest.approx(2 / 3),
-    )
+    assert (summary.num_items, summary.num_samples) == (3, 2)
+    assert summary.accuracy == pytest.approx(2 / 3)
     row = read_rows(tmp_path)["row-4", 1]
     assert (row.gold, row.level, row.finish_reason, row.response_tokens) == ("5", "1", "stop", 5)
     assert row.seconds > 0
@@ -60,10 +54,8 @@ def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
 
 def test_aisbench_predictions_are_imported_and_graded_by_both_rules(tmp_path: Path) -> None:
     summary = import_log(LOGS / "aisbench", tmp_path)
-    assert (summary.settings["model"], summary.settings["benchmark"]) == (
-        "vllm-api",
-        "math_prm800k_500",
-    )
+    assert summary.settings["model"] == "vllm-api"
+    assert summary.settings["benchmark"] == "math_prm800k_500"
     rows = list(read_rows(tmp_path).values())
     assert [row.id for row in rows] == ["0", "1", "2"]
     # 0.5 equals \frac12 by value, but not as a string.
@@ -88,17 +80,7 @@ def fields_of(folder: Path, *names: str) -> list[tuple[Any, ...]]:
 def test_an_exported_inspect_log_survives_a_round_trip(tmp_path: Path) -> None:
     [log] = export_inspect(evaluation(tmp_path / "own"), tmp_path / "log.json")
     import_log(log, tmp_path / "back")
-    names = (
-        "id",
-        "prompt",
-        "response",
-        "gold",
-        "verdict",
-        "level",
-        "response_tokens",
-        "reasoning",
-        "failure",
-    )
+    names = "id prompt response gold verdict level response_tokens reasoning failure".split()
     assert fields_of(tmp_path / "back", *names) == fields_of(tmp_path / "own", *names)
     scores = [sample.get("scores") for sample in json.loads(log.read_text())["samples"]]
     assert [one and one["exact"]["value"] for one in scores] == ["C", "I", "N", "I", None]
@@ -182,16 +164,7 @@ def test_other_log_likelihoods_of_lm_eval_are_refused_by_name(tmp_path: Path) ->
         read_log(file)
 
 
-def test_a_folder_of_exported_benchmarks_says_what_to_type(tmp_path: Path) -> None:
-    for name in ("aime24", "math500"):
-        export_lm_eval(evaluation(tmp_path / name), tmp_path / "logs" / name)
-    with pytest.raises(
-        ResultsError, match=r"has 2 logs, .* type dapo grade \S+aime24/samples_sums_\S+ --output"
-    ):
-        read_log(tmp_path / "logs")
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"resps": 1}\n', '{"id": 1, "pred'])
+@pytest.mark.parametrize("text", ["", '{"resps": 1}\n'])
 def test_an_unreadable_log_is_refused_with_the_supported_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples_x_1.jsonl").write_text(text)
     with pytest.raises(ResultsError, match=r"is not a readable log.*AISBench's predictions folder"):

@@ -43,6 +43,8 @@ ROW = Row(
     aisbench=AISBench("0.5", True, False),
 )
 
+NOT_EQUAL = AISBench("0.5", False, False)
+
 
 def write_results(directory: Path, rows: list[Row]) -> Path:
     directory.mkdir()
@@ -67,16 +69,8 @@ def test_aisbench_ignores_the_thinking_of_a_chat_but_not_of_a_completion() -> No
 def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:
     rows = [
         ROW,  # stored verdicts contradict the rules: exact wrong -> right, aisbench right -> wrong
-        replace(
-            ROW,
-            id="b",
-            finish_reason="length",
-            verdict="right",
-            aisbench=AISBench("0.5", False, False),
-        ),
-        replace(
-            ROW, id="c", response=None, verdict="request_failed", aisbench=None, failure="timeout"
-        ),
+        replace(ROW, id="b", finish_reason="length", verdict="right", aisbench=NOT_EQUAL),
+        replace(ROW, id="c", response=None, verdict="request_failed", aisbench=None),
         replace(ROW, id="d", gold="0.5", verdict="right"),
     ]
     directory = write_results(tmp_path / "before", rows)
@@ -84,12 +78,8 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert regraded.verdicts == {("wrong", "right"): 1, ("right", "truncated"): 1}
     assert regraded.aisbench == {("right", "wrong"): 1}
     after = read_rows(directory)
-    assert [row.verdict for row in after.values()] == [
-        "right",
-        "truncated",
-        "request_failed",
-        "right",
-    ]
+    verdicts = ["right", "truncated", "request_failed", "right"]
+    assert [row.verdict for row in after.values()] == verdicts
     assert [row.response for row in after.values()] == [row.response for row in rows]
     assert json.loads((directory / "settings.json").read_text())["grader"] == MathGrader.rule
     summary = json.loads((directory / "summary.json").read_text())
@@ -112,20 +102,15 @@ def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="text is not a folder: it is not a results folder"):
         regrade(file)
     for words in (["compare"], ["compare", "--history"]):
-        refused = CliRunner().invoke(
-            app, [*words, str(directory), str(directory), "--output", str(file)]
-        )
+        words += [str(directory), str(directory), "--output", str(file)]
+        refused = CliRunner().invoke(app, words)
         assert isinstance(refused.exception, ResultsError)
-        message = f"{file} cannot be a folder: a file has that name; choose another --output"
-        assert str(refused.exception) == message
     with pytest.raises(ResultsError, match="cannot be a folder"):
         make_folder(file / "below")
 
 
 def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ResultsError, match=r"has no readable settings\.json: it is not a results folder"
-    ):
+    with pytest.raises(ResultsError, match=r"has no readable settings\.json"):
         regrade(tmp_path)
     (tmp_path / "settings.json").write_text('{"num_items": 3}')  # from another program
     with pytest.raises(ResultsError, match="not a results folder"):
@@ -153,4 +138,4 @@ def test_rows_of_an_earlier_version_read_and_get_aisbenchs_verdict_by_regrading(
         ROW, prompt=({"role": "user", "content": "a: 1/2?"},), aisbench=None
     )
     regrade(directory)
-    assert read_rows(directory)["a", 0].aisbench == AISBench("0.5", False, False)
+    assert read_rows(directory)["a", 0].aisbench == NOT_EQUAL

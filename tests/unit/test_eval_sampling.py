@@ -37,11 +37,8 @@ def model(folder: Path, **fields: Any) -> Path:
 def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     asked = sampling(None, "chat_template_kwargs.enable_thinking=false", "extra_body={min_p: 0.05}")
     body = asked.body(1)
-    assert (body["chat_template_kwargs"], body["min_p"], body["seed"]) == (
-        {"enable_thinking": False},
-        0.05,
-        1235,
-    )
+    sent = {"chat_template_kwargs": {"enable_thinking": False}, "min_p": 0.05, "seed": 1235}
+    assert sent.items() <= body.items()
     items, recorded = make_items(1), asked.to_json()
     assert recorded["extra_body"] == {"min_p": 0.05}
     assert json.loads(json.dumps(recorded)) == recorded
@@ -65,13 +62,7 @@ def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     ("fields", "expected"),
     [
         (  # Qwen3's file
-            {
-                "do_sample": True,
-                "temperature": 0.6,
-                "top_k": 20,
-                "top_p": 0.95,
-                "eos_token_id": [1],
-            },
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]},
             {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
         ),
         (  # Qwen2.5's
@@ -121,7 +112,6 @@ def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses
             ["extra_body={temperature: 1}"],
             r"evaluate\.extra_body\.temperature is set by evaluate\.temperature",
         ),
-        (["extra_body.n=4"], r"evaluate\.extra_body\.n is set by evaluate\.num_samples"),
         (["extra_body=5"], r"evaluate\.extra_body = 5 is refused: it must be a section with keys"),
         (
             ["sampling=model", "temperature=0.6"],
@@ -216,11 +206,8 @@ def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path)
         "evaluate: {benchmarks: [math500]}\ndata: {columns: {problem: question, answer: result}}\n"
     )
     config = load_config_or_defaults(path, ["evaluate.num_samples=2"])
-    assert ([*config.evaluate.named], config.evaluate.num_samples, config.run.name) == (
-        ["math500"],
-        2,
-        "suite",
-    )
+    assert ([*config.evaluate.named], config.evaluate.num_samples) == (["math500"], 2)
+    assert config.run.name == "suite"
     assert config.data.columns.answer == "result"
     with pytest.raises(
         ConfigError, match=r"data\.train is not set.*\n.*data\.eval.*\n.*model\.path is not set"

@@ -110,12 +110,9 @@ def test_each_benchmark_has_its_own_file_and_is_held_out_of_training(tmp_path: P
     asked = load_set(Path(artifact.path) / "benchmarks" / "mine.parquet", None, "bare")
     assert [item.gold for item in asked.items] == ["7", "8", "9"]
     card = json.loads((Path(artifact.path) / "data_card.json").read_text())
-    assert [(one["name"], one["use"]) for one in card["sets"]][1:] == [
-        ("arithmetic", "eval"),
-        ("arithmetic", "benchmark"),
-        ("sampled", "benchmark"),
-        ("mine", "benchmark"),
-    ]
+    uses = [f"{one['name']} {one['use']}" for one in card["sets"][1:]]
+    benchmarks = ["arithmetic benchmark", "sampled benchmark", "mine benchmark"]
+    assert uses == ["arithmetic eval", *benchmarks]
     assert "## Benchmarks" in (Path(artifact.path) / "data_card.md").read_text()
 
 
@@ -123,10 +120,8 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     first = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(first)
     before, asked = evaluated(first, data)
-    assert ([one.stored for one in asked], describe_benchmarks(asked)) == (
-        [None, None],
-        "evaluates arithmetic, sampled",
-    )
+    assert [one.stored for one in asked] == [None, None]
+    assert describe_benchmarks(asked) == "evaluates arithmetic, sampled"
 
     more = recipe(tmp_path, SAMPLED, own_set(tmp_path), "arithmetic", headline="mine")
     data = prepared(more)
@@ -134,9 +129,8 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     assert describe_benchmarks(asked) == "evaluates mine; in the store sampled, arithmetic"
     assert list(read_suite(after.path)) == ["sampled", "mine", "arithmetic"]
     for name in ("sampled", "arithmetic"):
-        assert os.path.samefile(
-            *(Path(one.path) / name / "results.jsonl" for one in (before, after))
-        )
+        files = [Path(one.path) / name / "results.jsonl" for one in (before, after)]
+        assert os.path.samefile(*files)
     suite = describe_suite(after.path)
     assert (suite.headline, [one.weight for one in suite.members]) == ("mine", [2.0, 1.0, 1.0])
     metrics = after.manifest()["metrics"]
@@ -160,11 +154,8 @@ def test_a_benchmark_alone_and_in_a_suite_share_results(tmp_path: Path) -> None:
     data = prepared(suite)
     assert asked_of(suite, data)[0].stored == Path(artifact.path)
     together, _ = evaluated(suite, data)
-    assert sorted(path.name for path in (Path(together.path) / "arithmetic").iterdir()) == [
-        "results.jsonl",
-        "settings.json",
-        "summary.json",
-    ]
+    files = {path.name for path in (Path(together.path) / "arithmetic").iterdir()}
+    assert files == {"results.jsonl", "settings.json", "summary.json"}
 
 
 def test_damaged_results_are_evaluated_again(

@@ -137,18 +137,11 @@ def test_a_fall_below_last_night_is_named_despite_the_average(folder: Path) -> N
         "benchmarks, -9.0 points"
     )
     assert sentence.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
-    assert (
-        "The trained model is better than the first night, 20260101 (+3.0 points"
-        in report["verdict"]
-    )
+    assert "The trained model is better than the first night, 20260101" in report["verdict"]
     words = {side: folder / side / "words" for side in ("before", "after")}
-    alone = write_suite_report(
-        Models(**words, baselines={"last-night": words["before"]}), None, None
-    )
-    assert (
-        "The trained model is WORSE than last night's: -40.0 points (95 % interval"
-        in alone["verdict"]
-    )
+    models = Models(**words, baselines={"last-night": words["before"]})
+    alone = write_suite_report(models, None, None)
+    assert "The trained model is WORSE than last night's: -40.0 points" in alone["verdict"]
     assert "BELOW" not in alone["verdict"]
 
 
@@ -167,11 +160,8 @@ def test_the_page_agrees_with_the_json(folder: Path, report: dict[str, Any]) -> 
     assert re.search(r"\| words +\| +20 \| 80.0 % \| 40.0 % \| +-40.0 .* FELL \|", text)
     assert max(map(len, text.splitlines())) <= 100
     own = json.loads((folder / "report" / "words" / "report.json").read_text())
-    assert (own["title"], own["num_lost"], own["measured"]["benchmark"]) == (
-        "A <suite>: words",
-        8,
-        "words, 20 items",
-    )
+    assert (own["title"], own["num_lost"]) == ("A <suite>: words", 8)
+    assert own["measured"]["benchmark"] == "words, 20 items"
 
 
 def test_a_problem_shared_by_two_benchmarks_counts_once_in_the_pool(tmp_path: Path) -> None:
@@ -219,10 +209,8 @@ def test_one_common_benchmark_is_reported_alone_and_none_refused(tmp_path: Path)
 def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path) -> None:
     side = write(tmp_path / "before", 0, dict.fromkeys(OUTCOMES, 1.0), "base")
     report = write_suite_report(Models(side, side), None, None)
-    assert report["sentences"] == [
-        "Both sides are the same stored evaluations of 3 benchmarks: with a single measurement of "
-        "each, nothing can be said about a change."
-    ]
+    [sentence] = report["sentences"]
+    assert sentence.startswith("Both sides are the same stored evaluations of 3 benchmarks")
 
 
 @pytest.mark.parametrize(

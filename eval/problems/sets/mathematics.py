@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from eval.problems.items import Problem
@@ -54,19 +55,25 @@ def read_processed(row: Row) -> Problem:
     )
 
 
-def read_deepmath(row: Row) -> Problem:
-    """Read {question, final_answer, difficulty, topic}, without DeepSeek-R1's solutions."""
-    text = needed(text_of(row, "question"), "no question")
-    gold = (text_of(row, "final_answer") or "").strip().strip("$").strip()
-    return problem_of(row, text, needed(gold, "no final_answer"))
+def _reader(problem: str, answer: str, gold_of: Callable[[str], str]) -> Callable[[Row], Problem]:
+    """Return the reader of rows with these columns; `gold_of` takes the gold from the answer."""
+
+    def read(row: Row) -> Problem:
+        text = needed(text_of(row, problem), f"no {problem}")
+        return problem_of(row, text, needed(gold_of(text_of(row, answer) or ""), f"no {answer}"))
+
+    return read
 
 
-def read_gsm8k(row: Row) -> Problem:
-    """Read {question, answer}, where the answer ends in `#### 72`."""
-    text = needed(text_of(row, "question"), "no question")
-    _, hashes, answer = (text_of(row, "answer") or "").rpartition("####")
-    answer = answer.strip().replace(",", "") if hashes else ""
-    return problem_of(row, text, needed(answer, "no answer after ####"))
+def without_dollars(answer: str) -> str:
+    """Return the formula between dollar signs."""
+    return answer.strip().strip("$").strip()
+
+
+def after_hashes(answer: str) -> str:
+    """Return the number of GSM8K's answers, which end in `#### 72`."""
+    _, hashes, number = answer.rpartition("####")
+    return needed(number.strip().replace(",", "") if hashes else "", "no answer after ####")
 
 
 def read_geometry(row: Row) -> Problem:
@@ -87,24 +94,10 @@ def read_olympiad(row: Row) -> Problem:
     )
 
 
-def integer(text: str | None) -> str:
+def integer(text: str) -> str:
     r"""Return a whole number without leading zeros, from 27.0, "073" or AIME 2025's "336^\circ"."""
-    match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text or "")
+    match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text)
     return str(int(needed(match and match.group(1), NO_INTEGER)))
-
-
-def read_problem(row: Row) -> Problem:
-    """Read {problem, answer} with a whole number as the answer."""
-    return problem_of(
-        row, needed(text_of(row, "problem"), "no problem"), integer(text_of(row, "answer"))
-    )
-
-
-def read_question(row: Row) -> Problem:
-    """Read {question, answer} with a whole number as the answer."""
-    return problem_of(
-        row, needed(text_of(row, "question"), "no question"), integer(text_of(row, "answer"))
-    )
 
 
 def read_repeated(row: Row) -> Problem:
@@ -114,8 +107,8 @@ def read_repeated(row: Row) -> Problem:
 
 
 _COMPETITION = (
-    Schema(("problem", "answer"), read_problem),
-    Schema(("question", "answer"), read_question),
+    Schema(("problem", "answer"), _reader("problem", "answer", integer)),
+    Schema(("question", "answer"), _reader("question", "answer", integer)),
     Schema(CHAT.columns, read_repeated, CHAT.others),
 )
 
@@ -152,7 +145,13 @@ TRAINING_SETS = (
         name="deepmath-103k",
         about="103,110 problems of levels 3 to 10 with expressions as answers (arXiv:2504.11456)",
         licence="MIT",
-        schemas=(Schema(("question", "final_answer", "difficulty"), read_deepmath, ("topic",)),),
+        schemas=(
+            Schema(  # without DeepSeek-R1's solutions
+                ("question", "final_answer", "difficulty"),
+                _reader("question", "final_answer", without_dollars),
+                ("topic",),
+            ),
+        ),
         train={"huggingface": "hf:zwhe99/DeepMath-103K@main"},
     ),
     ProblemSet(
@@ -172,7 +171,7 @@ TRAINING_SETS = (
         name="gsm8k",
         about="7,473 training and 1,319 test word problems with whole numbers (arXiv:2110.14168)",
         licence="MIT",
-        schemas=(Schema(("question", "answer"), read_gsm8k),),
+        schemas=(Schema(("question", "answer"), _reader("question", "answer", after_hashes)),),
         train={
             "huggingface": "hf:openai/gsm8k@main/main/train-00000-of-00001.parquet",
             "modelscope": "modelscope:AI-ModelScope/gsm8k@master/main/train-00000-of-00001.parquet",
