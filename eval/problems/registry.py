@@ -102,14 +102,10 @@ def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
 
 def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
     """Return the registered set whose special schema reads all rows; None without one."""
-    return next(
-        (
-            known
-            for known in SETS.values()
-            if known.name != "choice" and _is_unmistakable(read_as(path, rows, known))
-        ),
-        None,
-    )
+    for known in SETS.values():
+        if known.name != "choice" and _is_unmistakable(read_as(path, rows, known)):
+            return known
+    return None
 
 
 def recognize(path: Path) -> ProblemSet:
@@ -118,22 +114,14 @@ def recognize(path: Path) -> ProblemSet:
     if not rows or any(read_as(path, [row], OWN) for row in rows):
         return OWN
     if (known := published_as(path, rows)) is not None:
-        logger.info(
-            "%s: rows as in %s; --dataset %s checks that the set is complete",
-            path,
-            known.name,
-            known.name,
-        )
+        advice = f"--dataset {known.name} checks that the set is complete"
+        logger.info("%s: rows as in %s; %s", path, known.name, advice)
         return replace(known, name=OWN.name, num_items=None)
     problem, answer = guess_columns(rows[0])
     if problem is None or answer is None:
         return OWN
-    logger.info(
-        "%s: the problem is in column %s and the answer in %s, by their names",
-        path,
-        problem,
-        answer,
-    )
+    places = f"the problem is in column {problem} and the answer in {answer}"
+    logger.info("%s: %s, by their names", path, places)
     return replace(OWN, schemas=(schema_with(problem, answer),))
 
 

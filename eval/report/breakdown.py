@@ -104,11 +104,7 @@ def group_changes(
     pairs: Sequence[Pair], fields: Sequence[str]
 ) -> dict[str, dict[str, GroupChange]]:
     """{field: {group: change}} in natural order; p is adjusted over all groups of all fields."""
-    groups = [
-        (field, key, [pair for pair in pairs if getattr(pair[0][0], field) == key])
-        for field in fields
-        for key in group_by((before[0] for before, _ in pairs), field)
-    ]
+    groups = [(field, *group) for field in fields for group in _groups_of(pairs, field).items()]
     changes = [measure_change(changes_of(group), len(group[0][0])) for *_, group in groups]
     adjusted = holm([change.p for change in changes])
     found: dict[str, dict[str, GroupChange]] = {field: {} for field in fields}
@@ -124,6 +120,10 @@ def group_changes(
             p_holm=p_holm,
         )
     return found
+
+
+def _groups_of(pairs: Sequence[Pair], field: str) -> dict[str, list[Pair]]:
+    return group_by(pairs, lambda pair: getattr(pair[0][0], field))
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:

@@ -145,11 +145,7 @@ def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """Pair two evaluations by item id.
-
-    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or
-    grader differ.
-    """
+    """Pair two evaluations by item id. Raises ComparisonError if more than the model differs."""
     _require_comparable(before, after)
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     paired = [(x, y) for x, y in pairs if is_answered(x) and is_answered(y)]
@@ -289,10 +285,8 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
 
 
 def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
-    return {
-        key: _group([samples for samples in items if getattr(samples[0], field) == key])
-        for key in group_by((samples[0] for samples in items), field)
-    }
+    groups = group_by(items, lambda samples: getattr(samples[0], field))
+    return {key: _group(group) for key, group in groups.items()}
 
 
 def _group(items: Sequence[Samples]) -> GroupResult:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import html
 import re
-from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
+from markupsafe import Markup
 
 MAX_FORMULA_CHARS = 1000
 MAX_MATHML_CHARS = 20_000
@@ -54,8 +52,6 @@ class Formulas:
 
     def render(self, text: str) -> Markup:
         """Convert a text to HTML: formulas to MathML with their source, the rest escaped."""
-        from markupsafe import Markup
-
         pieces: list[str] = []
         position = 0
         for match in _FORMULA.finditer(text):

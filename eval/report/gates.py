@@ -126,13 +126,14 @@ def describe_gates(results: Sequence[GateResult]) -> list[str]:
         f"{result.gate} ({result.reason})" for result in results if result.is_passed is None
     ]
     num_passed = len(results) - len(failed) - len(unchecked)
-    sentences = (
-        [f"Gates: {num_passed} of {len(results)} passed."] if num_passed and not failed else []
-    )
-    sentences += (
-        [f"GATES FAILED, {len(failed)} of {len(results)}: {'; '.join(failed)}."] if failed else []
-    )
-    return sentences + ([f"Gates not checked: {'; '.join(unchecked)}."] if unchecked else [])
+    sentences = []
+    if failed:
+        sentences.append(f"GATES FAILED, {len(failed)} of {len(results)}: {'; '.join(failed)}.")
+    elif num_passed:
+        sentences.append(f"Gates: {num_passed} of {len(results)} passed.")
+    if unchecked:
+        sentences.append(f"Gates not checked: {'; '.join(unchecked)}.")
+    return sentences
 
 
 def _values(result: GateResult) -> str:

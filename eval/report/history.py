@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from downloads.nearest import nearest
 from durable import write_atomically
 from eval.report.pages import format_p, plain_p, points, points_interval, render
@@ -138,8 +140,6 @@ def render_markdown(history: Sequence[Series]) -> str:
 
 def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
     """Write history.html, with a plot per series, to `output_dir`; returns its path."""
-    from markupsafe import Markup
-
     from eval.report.plots import history_plot
 
     drawings = [
@@ -332,26 +332,12 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
     ]
 
 
-def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
-    """One row per item that every run answered: its share of right responses in each run."""
-    shared = [
-        [
-            count / point.num_samples
-            for point in points
-            if (count := point.right[identity]) is not None
-        ]
-        for identity in points[0].right
-    ]
-    return [row for row in shared if len(row) == len(points)]
-
-
 def _trend(points: Sequence[Point]) -> Trend | None:
-    rows = _shared_rows(points)
-    return (
-        measure_trend(rows, points[0].num_samples)
-        if len(points) >= _MIN_TREND_RUNS and rows
-        else None
-    )
+    """The trend over the items that every run answered."""
+    k = points[0].num_samples
+    counts = [[point.right[identity] for point in points] for identity in points[0].right]
+    rows = [[count / k for count in row if count is not None] for row in counts if None not in row]
+    return measure_trend(rows, k) if rows and len(points) >= _MIN_TREND_RUNS else None
 
 
 def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:

@@ -11,16 +11,15 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from markupsafe import Markup
 
 from eval.report.compare import MAX_RESPONSE_CHARS, shown_sample
 from eval.report.formulas import Formulas
 from eval.report.pages import render
 from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
 from redaction import redact
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 MAX_PAGE_CHARS = 24_000_000  # over all responses; beyond it the page refers to results.jsonl
 MIN_RESPONSE_CHARS = 400

@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-    from markupsafe import Markup
+import jinja2
+from markupsafe import Markup, escape
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKDOWN_WIDTH = 100
@@ -28,8 +27,6 @@ def render(template: str, **values: Any) -> str:
 
 def inline_script(name: str) -> tuple[Markup, str]:
     """(script as Markup, its hash for the page's Content-Security-Policy)."""
-    from markupsafe import Markup
-
     text = (TEMPLATES / name).read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return Markup(text), f"sha256-{digest}"
@@ -37,8 +34,6 @@ def inline_script(name: str) -> tuple[Markup, str]:
 
 def markup(plots: Mapping[str, Sequence[str]]) -> dict[str, list[Markup]]:
     """Mark drawings as HTML; matplotlib escapes the texts in its SVG."""
-    from markupsafe import Markup
-
     return {name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()}
 
 
@@ -47,7 +42,6 @@ def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
 
     The span's data-field holds the path of keys, so tests can check the page against the JSON.
     """
-    from markupsafe import Markup, escape
 
     def field(form: str, *keys: str) -> Markup:
         value: Any = content
@@ -129,9 +123,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
 
 
 @cache
-def _environment(is_html: bool) -> Environment:
-    import jinja2
-
+def _environment(is_html: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=is_html,

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import escape
+
 from eval.report.compare import Comparison, GroupResult, Side
 from eval.report.training import Steps, series, with_kept_share
 
@@ -423,7 +425,6 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 def _svg_of(figure: Figure, label: str) -> str:
     """The figure's <svg> element, labelled for screen readers. Equal data give equal bytes."""
     import matplotlib
-    from markupsafe import escape
 
     buffer = io.StringIO()
     with (

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from durable import write_atomically
 from eval.problems.registry import POOLED
 from eval.report.checkpoint_curve import checkpoint_curve
@@ -160,10 +162,7 @@ def _without_items(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common_suite(models: Models) -> Suite:
-    """The benchmarks of both sides, in the order of `after`, with its headline if both have it.
-
-    Raises ComparisonError if there are none.
-    """
+    """The benchmarks of both sides, in the order of `after`. Raises ComparisonError for none."""
     before, after = describe_suite(models.before), describe_suite(models.after)
     names = {member.name for member in before.members}
     common = tuple(member for member in after.members if member.name in names)
@@ -193,10 +192,7 @@ def _left_out_sentences(folders: Mapping[str, Mapping[str, Path]]) -> list[str]:
 def check_own_gates(
     folder: str | Path, gates: Sequence[str], columns: Sequence[str]
 ) -> list[GateResult]:
-    """Check gates on one evaluation; those that compare it with one of `columns` are not checked.
-
-    Raises what `parse_gate` raises.
-    """
+    """Check gates on one evaluation, except for those that compare it. Raises GateError."""
     suite, folders, pairs = describe_suite(folder), read_suite(folder), []
     for member in suite.members:
         evaluation = load_evaluation(folders[member.name], max_chars=0)
@@ -358,8 +354,6 @@ def _prompt_plots(provenance: Provenance) -> Plots:
 
 def _write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
     """Write checkpoints.html: accuracy over training steps, if there are any."""
-    from markupsafe import Markup
-
     curve = report["checkpoints"]
     if not curve:
         return

@@ -35,10 +35,7 @@ def read_training_metrics(path: str | Path) -> Steps:
 
 
 def training_totals(steps: Steps) -> dict[str, Any]:
-    """Return {steps, tokens_trained, tokens_generated, seconds}, counting response tokens.
-
-    A total is None if no step has its key.
-    """
+    """Total the steps, response tokens and seconds; None for what no step has."""
     return {
         "steps": sum(metrics["step"] > 0 for metrics in steps),  # 0 is a validation before training
         "tokens_trained": _total(steps, "perf/trained_response_tokens"),

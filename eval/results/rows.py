@@ -244,9 +244,8 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
         last = next(reversed(rows.values()))
         raise ResultsError(
             f"{directory / RESULTS_FILE} has {len(rows)} rows, but the evaluation has {expected} "
-            "responses: the file was edited, or joined with another. Remove the "
-            f"{len(rows) - expected} added rows (the last row is item {last.id!r}, sample "
-            f"{last.sample})"
+            f"responses: remove the {len(rows) - expected} added rows (the last row is item "
+            f"{last.id!r}, sample {last.sample})"
         )
     if len(rows) < expected:
         raise ResultsError(
@@ -344,14 +343,10 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def make_folder(path: str | Path) -> Path:
-    """Create the folder if missing. Raises ResultsError, as for a file with its name."""
+    """Create the folder if missing. Raises ResultsError if it cannot."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ResultsError(
-            f"{path} cannot be a folder: a file has that name; choose another --output"
-        ) from None
     except OSError as error:
         raise ResultsError(
             f"{path} cannot be created: {error.strerror}; choose another --output"

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from eval.answers.grading import Grade
 from eval.results.rows import (
@@ -24,6 +25,7 @@ from eval.results.rows import (
 from eval.results.statistics import share_interval
 
 MAX_LIMITS = 8
+T = TypeVar("T")
 IsSame = Callable[[str, str], bool]  # whether two answers are equal
 
 
@@ -123,7 +125,9 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         agreement=count_agreement(answered) if is_twice else None,
         disagreements=list_disagreements(answered) if is_twice else None,
         samples=_sample_metrics(evaluation, is_same) if num_samples > 1 else None,
-        repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
+        repeats=_repeats(evaluation.items.values())
+        if num_samples > 1 and temperature == 0
+        else None,
         settings=settings,
     )
 
@@ -209,10 +213,7 @@ def _sizes(k: int) -> list[int]:
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Estimate without bias whether k samples include a right one: 1 - C(n-c, k) / C(n, k).
-
-    Chen et al., arXiv:2107.03374, eq. 1.
-    """
+    """Estimate pass@k without bias: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374, eq. 1)."""
     return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
@@ -254,7 +255,7 @@ def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]
             "right": sum(row.is_right for row in group),
             "accuracy": rate(group, lambda row: row.is_right),
         }
-        for key, group in group_by(rows, field).items()
+        for key, group in group_by(rows, attrgetter(field)).items()
     }
 
 
@@ -269,12 +270,10 @@ def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[s
     }
 
 
-def _repeats(rows: Sequence[Row]) -> dict[str, float]:
+def _repeats(items: Iterable[Samples]) -> dict[str, float]:
     """Return the share of items whose greedy samples differ, 0 for a deterministic server."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.id, []).append(row)
-    repeated = [group for group in groups.values() if len(group) > 1]
+    answered = [[row for row in samples if row.is_answered] for samples in items]
+    repeated = [group for group in answered if len(group) > 1]
 
     def share_differing(field: str) -> float:
         num_differing = sum(len({getattr(row, field) for row in group}) > 1 for group in repeated)
@@ -288,12 +287,12 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
-    """Group rows by `level` or `subject` in natural order (2 before 10), skipping others."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if (key := getattr(row, field)) is not None:
-            groups.setdefault(key, []).append(row)
+def group_by(things: Iterable[T], key_of: Callable[[T], str | None]) -> dict[str, list[T]]:
+    """Group by a level or subject in natural order (2 before 10), skipping things without one."""
+    groups: dict[str, list[T]] = {}
+    for thing in things:
+        if (key := key_of(thing)) is not None:
+            groups.setdefault(key, []).append(thing)
     return {key: groups[key] for key in sorted(groups, key=_natural)}
 
 

@@ -105,7 +105,7 @@ def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
         words += [str(directory), str(directory), "--output", str(file)]
         refused = CliRunner().invoke(app, words)
         assert isinstance(refused.exception, ResultsError)
-    with pytest.raises(ResultsError, match="cannot be a folder"):
+    with pytest.raises(ResultsError, match="cannot be created"):
         make_folder(file / "below")
 
 

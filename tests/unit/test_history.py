@@ -30,7 +30,7 @@ from tasks.runs.history import (
     run_lock_path,
     short_ids,
 )
-from tasks.runs.run import Run, RunSkipped, require_outputs
+from tasks.runs.run import Run, require_outputs
 from tests.recorded_runs import LABELS, Outcome, record_run, small_config
 
 
@@ -192,10 +192,8 @@ def test_runs_show_lists_stages_result_and_changed_keys(store: Path) -> None:
     shown_json = json.loads(dapo("runs", "show", "latest", "--store", store, "--json"))
     assert shown_json["run_before"] == oldest.id
     assert {"key": "run.seed", "before": "0", "after": "1"} in shown_json["changes"]
-    assert (
-        shown_json["stages"]["merge_checkpoint"]["path"]
-        == newest.stages["merge_checkpoint"].artifact
-    )
+    merged = newest.stages["merge_checkpoint"].artifact
+    assert shown_json["stages"]["merge_checkpoint"]["path"] == merged
     assert "No earlier run of arith_cpu" in dapo("runs", "show", oldest.id, "--store", store)
 
 
@@ -206,14 +204,11 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert f"- after: run {newest.id} of arith_cpu, " in shown
     assert "- configuration: run.seed 0 -> 1; algorithm.clip_ratio_high 0.28 -> 0.3\n" in shown
     assert "50.0 % before, 100.0 % after" in " ".join(shown.split())
-    with pytest.raises(
-        StoreError, match=rf"^no run latest~2 in .*only 2 runs with an evaluation .*: {newest.id}"
-    ):
+    with pytest.raises(StoreError, match="only 2 runs with an evaluation"):
         find_evaluation(store, "latest~2")
     # A run's folder, and a results folder beside a run.
-    same = dapo(
-        "compare", oldest.folder, newest.stages["evaluate_after"].artifact, "--store", store
-    )
+    after = newest.stages["evaluate_after"].artifact
+    same = dapo("compare", oldest.folder, after, "--store", store)
     assert "50.0 % before, 100.0 % after" in " ".join(same.split())
     assert "- configuration" not in same
 
@@ -233,9 +228,7 @@ def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(StoreError, match="no run with an evaluation after training is recorded"):
         find_evaluation(run.store.root, "latest")
-    with pytest.raises(
-        StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"
-    ):
+    with pytest.raises(StoreError, match="has no evaluate_after, only prepare_data"):
         find_evaluation(run.store.root, run.folder.name)
     with pytest.raises(StoreError, match="nowhere is not a results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
@@ -268,9 +261,7 @@ def test_a_missing_upstream_output_names_the_command_that_builds_it(own: Path) -
         ("merge_checkpoint", "merge-checkpoint CONFIG"),
     ):
         shutil.rmtree(artifacts[label].path)
-        with pytest.raises(
-            StoreError, match=rf"no output of {label} .*build it with dapo stage {command}, or the"
-        ):
+        with pytest.raises(StoreError, match=f"no output of {label} .*dapo stage {command}"):
             require_outputs(config, (label,))
 
 
@@ -298,9 +289,7 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
         changed_keys(oldest, newest)
     (oldest.folder / "config.yaml").touch()
-    with pytest.raises(
-        StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"
-    ):
+    with pytest.raises(StoreError, match=f"run {oldest.id} cannot be read: .* has no sections"):
         changed_keys(oldest, newest)
     # of which the one before is not the subject
     shown = dapo("runs", "show", "latest", "--store", own)
@@ -314,9 +303,7 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
         dapo("compare", *sides, "--store", own, "--output", "/proc/no/where")
 
 
-@pytest.mark.parametrize(
-    "error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [DataError("no rows"), KeyboardInterrupt()])
 def test_a_full_disk_does_not_hide_why_a_run_ended(
     tmp_path: Path,
     error: BaseException,
