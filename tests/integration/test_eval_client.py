@@ -255,35 +255,6 @@ def test_requests_per_second_are_limited(
     assert time.monotonic() - start >= 20 / 50
 
 
-def test_progress_shows_retries_and_estimates_only_the_rest(
-    server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One request fails. The other nine are answered between its two attempts."""
-    items = make_set(10)
-    repeated, nine = threading.Event(), threading.Event()
-
-    def behave(handler: Handler, prompt: str, attempt: int) -> bool:
-        if prompt not in str(items.items[0].prompt):
-            return not repeated.wait(FAR)
-        if attempt == 1:
-            return handler.send(500, b"boom")
-        repeated.set()
-        return not nine.wait(FAR)
-
-    server.behave = behave
-    with caplog.at_level("INFO"):
-        evaluate(
-            items,
-            endpoint,
-            SAMPLING,
-            tmp_path,
-            limits=LIMITS,
-            on_progress=lambda num_done, _: nine.set() if num_done == 9 else None,
-        )
-    last = [text for text in caplog.messages if " of 10 items done" in text][-2:]
-    assert [text.partition("tokens/s")[2] for text in last] == [", 1 to retry", ""]
-
-
 def test_a_server_known_to_have_ended_is_given_up_at_once(
     closed_port: Endpoint, tmp_path: Path
 ) -> None:

@@ -72,23 +72,17 @@ def test_unusable_training_rows_are_listed_by_number(tmp_path: Path) -> None:
     blank = ([{"role": "user", "content": content}] for content in (None, " "))
     for prompt in ("1 + 1?", [], None, "", *blank):
         path = write(tmp_path / "rows.json", [good, parquet_row(1, prompt=prompt)])
-        with pytest.raises(
-            ProblemsError, match=r"1 with an empty prompt or one that is not chat .* \(rows 1\)"
-        ):
+        with pytest.raises(ProblemsError, match=r"1 with an empty prompt or .* \(rows 1\)"):
             read_problems(path, (CHAT,))
     golds = [
         parquet_row(n, reward_model={"ground_truth": gold})
         for n, gold in enumerate(["0", " ", None] * 3)
     ]
-    with pytest.raises(
-        ProblemsError, match=r"6 with no reward_model.ground_truth \(rows 1, 2, 4, 5, 7, \.\.\.\)"
-    ):
+    with pytest.raises(ProblemsError, match=r"6 with no .*ground_truth \(rows 1, 2, 4, 5, 7, \."):
         read_problems(write(tmp_path / "train.parquet", golds), (CHAT,))
     for extra_info in ({"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]):
         path = write(tmp_path / "train.parquet", [good, parquet_row(1, extra_info=extra_info)])
-        with pytest.raises(
-            ProblemsError, match=r"1 with an extra_info that is not a JSON object.* \(rows 1\)"
-        ):
+        with pytest.raises(ProblemsError, match="1 with an extra_info that is not a JSON object"):
             read_problems(path, (CHAT,))
 
 
@@ -102,17 +96,8 @@ def test_training_rows_keep_source_and_extra_info_and_may_repeat(tmp_path: Path)
 
 def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", [{"prompt": "x", "answer": "1"}])
-    with pytest.raises(
-        ProblemsError, match=r"lacks the columns data_source, reward_model \(it has answer, pro"
-    ):
+    with pytest.raises(ProblemsError, match="lacks the columns data_source, reward_model"):
         find_schema(path, columns_of(path), (CHAT,))
-    path.write_bytes(b"not parquet at all")
-    with pytest.raises(ProblemsError, match=rf"^{path} cannot be read as parquet: "):
-        columns_of(path)
-    with pytest.raises(
-        ProblemsError, match=r"absent\.parquet is not a file, nor a folder of problem files"
-    ):
-        columns_of(tmp_path / "absent.parquet")
 
 
 def test_a_training_parquet_can_be_evaluated_with_its_own_messages(tmp_path: Path) -> None:
@@ -175,27 +160,11 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
     assert (asked.benchmark, asked.template.name) == (None, template)
     assert asked.grader == "mathematics"
     assert [line is not None and line in text for text in caplog.messages] == [True] * bool(line)
-    (tmp_path / "my.jsonl").write_text('{"a": "1 + 1 = ?", "b": 2}')
-    with pytest.raises(
-        ProblemsError, match=r"lacks the columns .*Map other names with data\.columns"
-    ):
-        load_set(tmp_path / "my.jsonl")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        (
-            "rows.parquet",
-            [
-                parquet_row(0),
-                parquet_row(1, prompt=[]),
-                parquet_row(2, prompt=[{"role": "user", "content": "  "}]),
-                parquet_row(3, reward_model={"ground_truth": "", "style": "rule"}),
-            ],
-            r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no "
-            r"reward_model.ground_truth \(rows 3",
-        ),
         ("none.parquet", None, "is not a file, nor a folder of problem files"),
         ("data.txt", "problem\n", r"ends in '.txt'"),
         ("data.csv", "question\n1+1\n", r"lacks .* \(it has question\).*data.columns.problem="),
