@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from downloads.nearest import nearest
 from eval.problems import ProblemsError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -119,12 +119,9 @@ def find_template(name: str, default: str) -> Template:
         return TEMPLATES[name]
     path = Path(name)
     if not path.is_file():
-        close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
-        )
         raise ProblemsError(
-            f"evaluate.prompt={name} is neither a prompt template nor a file; {hint}"
+            f"evaluate.prompt={name} is not a file, and the list of prompt templates has no "
+            f"{name}{nearest(name, (DEFAULT, *TEMPLATES))}"
         )
     text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:

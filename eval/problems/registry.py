@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from downloads.nearest import nearest
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.files import (
@@ -35,6 +35,7 @@ from eval.problems.rows import (
 )
 from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
+from eval.problems.sources import fetch
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,9 @@ _LISTED = re.compile(r"^\s*\(?([A-Z])[.):．、：]\s*\S", re.MULTILINE)
 
 def find_set(name: str) -> ProblemSet:
     """Return the registered set of that name. Raises ProblemsError with the closest match."""
-    if name in SETS:
-        return SETS[name]
-    close = difflib.get_close_matches(name, SETS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(SETS)}"
-    raise ProblemsError(f"{name!r} is not a registered set; {hint}")
+    if name not in SETS:
+        raise ProblemsError(f"the registry has no set {name}{nearest(name, tuple(SETS))}")
+    return SETS[name]
 
 
 def find_suite(name: str) -> tuple[str, ...]:
@@ -194,8 +193,6 @@ def load_set(
     name or file. The mode `loglikelihood` ignores `api` and prepares options to be compared by
     their log-probs. Raises ProblemsError.
     """
-    from eval.problems.sources import fetch  # imports httpx, which scoring processes do not need
-
     if source is None and benchmark is None:
         raise ProblemsError(
             "no evaluation set is named; name a known one with --dataset, or a file with --data"

@@ -1,7 +1,7 @@
 """A suite folder: one model's results on several benchmarks.
 
-FOLDER/suite.json       the benchmarks in order, with weight and key, and the headline FOLDER/NAME/
-the results folder of a benchmark: settings.json, results.jsonl, summary.json
+FOLDER/suite.json   the benchmarks in order, with weight and key, and the headline
+FOLDER/NAME/        the results folder of a benchmark: settings.json, results.jsonl, summary.json
 
 A folder that contains settings.json is a suite of one.
 """
@@ -38,10 +38,8 @@ class Suite:
 
 def read_suite(folder: str | Path) -> dict[str, Path]:
     """Return the results folder of each benchmark by name, in order. Raises ResultsError."""
-    folder = Path(folder)
-    if is_single(folder):
-        return {describe_suite(folder).headline: folder}
-    return {member.name: folder / member.name for member in describe_suite(folder).members}
+    folder, members = Path(folder), describe_suite(folder).members
+    return {one.name: folder if is_single(folder) else folder / one.name for one in members}
 
 
 def describe_suite(folder: str | Path) -> Suite:

@@ -174,5 +174,5 @@ def test_token_limits_follow_the_longest_benchmark(tmp_path: Path) -> None:
     message = r"evaluate\.benchmarks\.sampled\.max_response_tokens = 3\d{4} is above"
     with pytest.raises(ValueError, match=message):
         recipe(tmp_path, "arithmetic", {**SAMPLED, "max_response_tokens": 30_000})
-    with pytest.raises(ProblemsError, match="did you mean 'math500'"):
+    with pytest.raises(ProblemsError, match="did you mean math500"):
         prepared(recipe(tmp_path, "math50"))
