@@ -10,7 +10,12 @@ from interop.account import outcome_of, split_sections
 from interop.foreign_config import ForeignConfig, Setting
 from interop.table import TRAINERS, Row, Table, load
 
-_TITLES = {"mindspeed-rl": "MindSpeed-RL"}
+_TITLES = {"verl": "verl", "mindspeed-rl": "MindSpeed-RL"}
+_INSTEAD = {
+    "unsupported": "this value is not supported here",
+    "ignored-by-trainer": "no version reads it",
+    "other-stage": "here another stage handles it",
+}
 
 
 def instead_of(typed: Mapping[str, Any]) -> dict[str, str]:
@@ -25,7 +30,7 @@ def instead_of(typed: Mapping[str, Any]) -> dict[str, str]:
         for name, value, _ in split_sections(settings, table):
             if name not in found and (row := _row(table, name)) is not None:
                 here = _here(table, row, name, value)
-                found[name] = f"unknown key {name} is {_TITLES.get(trainer, trainer)}'s; {here}"
+                found[name] = f"unknown key {name} is {_TITLES[trainer]}'s; {here}"
     return found
 
 
@@ -33,7 +38,7 @@ def key_of(name: str) -> str | None:
     """Return a sentence on our equivalent of another trainer's key; None for an unknown key."""
     for trainer in TRAINERS:
         if (row := _row(load(trainer), name)) is not None:
-            whose = f"{name} is {_TITLES.get(trainer, trainer)}'s"
+            whose = f"{name} is {_TITLES[trainer]}'s"
             return f"{whose}; here {_keys(row)}" if row.ours else f"{whose}: {row.reason}"
     return None
 
@@ -50,19 +55,11 @@ def _here(table: Table, row: Row, name: str, value: Any) -> str:
         return f"here {_keys(row)}"
     config = ForeignConfig(table, (held or table.versions)[-1], {})
     outcome = outcome_of(row, name.lstrip("+~"), value, config)
-    match outcome.fate:
-        case "taken":
-            keys = ", ".join(f"{ours}={_spelt(each)}" for ours, each in outcome.ours.items())
-            return ": ".join(each for each in (f"here {keys}", outcome.note) if each)
-        case "unsupported":
-            return f"this value is not supported here: {outcome.note}"
-        case "ignored-by-trainer":
-            return f"no version reads it: {outcome.note}"
-        case "other-stage":
-            return f"here another stage handles it: {outcome.note}"
-        case _:
-            instead = f"; its key is {' or '.join(row.ours)}" if row.ours else ""
-            return f"not needed here{instead}: {outcome.note}"
+    if outcome.fate == "taken":
+        keys = ", ".join(f"{ours}={_spelt(each)}" for ours, each in outcome.ours.items())
+        return f"here {keys}: {outcome.note}" if outcome.note else f"here {keys}"
+    its_key = f"; its key is {' or '.join(row.ours)}" if row.ours else ""
+    return f"{_INSTEAD.get(outcome.fate, f'not needed here{its_key}')}: {outcome.note}"
 
 
 def _keys(row: Row) -> str:

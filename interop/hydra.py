@@ -15,7 +15,8 @@ Kind = Literal["set", "add", "force", "delete"]
 SIGNS: dict[str, Kind] = {"": "set", "+": "add", "++": "force", "~": "delete"}
 KEY = re.compile(
     r"(?P<sign>\+\+|\+|~|)"
-    r"(?P<key>[A-Za-z_][\w-]*(?:/[A-Za-z_][\w-]*)+|[A-Za-z_$][\w$-]*(?:\.(?:[A-Za-z_$][\w$-]*|\d+))*)"
+    r"(?P<key>[A-Za-z_][\w-]*(?:/[A-Za-z_][\w-]*)+"
+    r"|[A-Za-z_$][\w$-]*(?:\.(?:[A-Za-z_$][\w$-]*|\d+))*)"
     r"(?:@(?P<package>[\w$.-]*))?(?P<equal>=[ \t]*)?(?P<value>.*)",
     re.DOTALL | re.ASCII,
 )
@@ -29,11 +30,11 @@ WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 # Part of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~`
 # stands for $HOME.
 BARE = re.compile(
-    r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ "
-    r"\t]*)|(?P<blank>[ \t]+)"
-    r"|[\w/\-\\+.$%*@?|~]",
+    r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ \t]*)"
+    r"|[ \t]+|[\w/\-\\+.$%*@?|~]",
     re.ASCII,
 )
+STRIPPED = re.compile(r"[ \t]*((?:\\.|[^\\]|\\$)*?)[ \t]*", re.DOTALL)  # keeps escaped blanks
 FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(")
 
 
@@ -96,9 +97,9 @@ class _Value:
         """Parse a list, a dictionary, a quoted text, or a bare value."""
         start = self.rest()
         if start.startswith("["):
-            return self.list_of()
+            return [self.element() for _ in self.items("]")]
         if start.startswith("{"):
-            return self.dictionary()
+            return dict(self.pair() for _ in self.items("}"))
         blank = len(start) - len(start.lstrip(" \t"))
         if start[blank:].startswith(("'", '"')):
             self.at += blank
@@ -109,36 +110,21 @@ class _Value:
             )
         return self.bare(is_key=False)
 
-    def list_of(self) -> list[Any]:
-        self.skip("[")
-        items: list[Any] = []
-        while not self.skip("]"):
-            if items and not self.skip(","):
+    def items(self, close: str) -> Iterator[None]:
+        """Step from item to item between brackets; the caller parses each."""
+        self.skip(self.text[self.at])
+        is_first = True
+        while not self.skip(close):
+            if not is_first and not self.skip(","):
                 raise self.refusal()
-            items.append(self.element())
-        return self.closed(items)
+            is_first = False
+            yield
 
-    def dictionary(self) -> dict[Any, Any]:
-        self.skip("{")
-        items: dict[Any, Any] = {}
-        while not self.skip("}"):
-            if items and not self.skip(","):
-                raise self.refusal()
-            key = self.bare(is_key=True)
-            if not self.skip(":"):
-                raise self.refusal()
-            items[key] = self.element()
-        return self.closed(items)
-
-    def closed(self, value: Any) -> Any:
-        """Check the text after a bracket: blanks are allowed only before another bracket or a
-        comma.
-        """
-        before = self.text[: self.at]
-        if before != before.rstrip(" \t") and not self.rest():
-            self.at = len(before.rstrip(" \t"))
+    def pair(self) -> tuple[Any, Any]:
+        key = self.bare(is_key=True)
+        if not self.skip(":"):
             raise self.refusal()
-        return value
+        return key, self.element()
 
     def quoted(self) -> str:
         quote = self.text[self.at]
@@ -149,32 +135,22 @@ class _Value:
             raise self.refusal()
         self.at = match.end()
         unescaped = re.sub(rf"\\+{quote}", lambda found: found.group()[1::2], match[1] + quote)
-        return (
-            unescaped[:-1]
-            if unescaped.endswith(quote) and not match[1].endswith("\\")
-            else unescaped
-        )
+        is_whole = unescaped.endswith(quote) and not match[1].endswith("\\")
+        return unescaped[:-1] if is_whole else unescaped
 
     def bare(self, is_key: bool) -> Any:
         """Parse a value without quotes: a number, a boolean, null, or stripped text."""
-        parts: list[tuple[str, bool]] = []
-        plain = True
+        start, escaped = self.at, False
         while match := BARE.match(self.text, self.at):
             if is_key and (match["reference"] or match["colon"]):
                 break
-            parts.append(
-                (match.group()[1] if match["escape"] else match.group(), bool(match["blank"]))
-            )
-            plain = plain and not match["escape"]
+            escaped = escaped or bool(match["escape"])
             self.at = match.end()
-        while parts and parts[0][1]:
-            parts.pop(0)
-        while parts and parts[-1][1]:
-            parts.pop()
-        if not parts:
+        match = STRIPPED.fullmatch(self.text[start : self.at])
+        if match is None or not match[1]:
             raise self.refusal()
-        text = "".join(part for part, _ in parts)
-        return typed(text) if plain else text
+        text = match[1]
+        return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text) if escaped else typed(text)
 
 
 def typed(text: str) -> Any:
@@ -193,7 +169,8 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"
+        r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+        r"|\.[\d_]+(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"
     ),
     list("-+0123456789."),
 )
@@ -209,19 +186,14 @@ def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            return list(_leaves(loader, node, name, whole))
         if isinstance(node, yaml.SequenceNode):
-            items = [
-                (loader.construct_object(item, deep=True), item.start_mark.line + 1)
-                for item in node.value
-            ]
-            return [setting_of(str(item), f"{name}:{line}") for item, line in items]
-        if not isinstance(node, yaml.MappingNode):
-            raise ForeignConfigError(
-                f"{name} has no keys: it is neither a mapping nor a list of overrides"
-            )
-        return list(_leaves(loader, node, name, whole))
+            items = [(loader.construct_object(item, deep=True), item) for item in node.value]
+            return [setting_of(str(item), f"{name}:{at.start_mark.line + 1}") for item, at in items]
     except yaml.YAMLError as error:
         raise ForeignConfigError(f"{name} is not valid YAML: {error}") from None
+    raise ForeignConfigError(f"{name} has no keys: it is neither a mapping nor a list of overrides")
 
 
 def _leaves(
@@ -234,11 +206,8 @@ def _leaves(
         if isinstance(value, yaml.MappingNode) and value.value and part not in whole:
             yield from _leaves(loader, value, name, whole, f"{key}.")
         else:
-            yield Setting(
-                key,
-                loader.construct_object(value, deep=True),
-                f"{name}:{key_node.start_mark.line + 1}",
-            )
+            origin = f"{name}:{key_node.start_mark.line + 1}"
+            yield Setting(key, loader.construct_object(value, deep=True), origin)
 
 
 def setting_of(text: str, origin: str) -> Setting:

@@ -1,4 +1,4 @@
-"""Read another trainer's bash scripts, YAML and Hydra overrides as settings, executing nothing."""
+"""Read another trainer's bash scripts and YAML as settings, executing nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
-from interop.hydra import parse_override, setting_of, settings_of_yaml
+from interop.hydra import setting_of, settings_of_yaml
 from interop.shell import (
     Command,
     Script,
@@ -25,7 +25,7 @@ from interop.shell import (
 from interop.table import TRAINERS, load
 
 ENTRY = re.compile(
-    r"(?:.*[./])?(?:main_\w*ppo\w*|main_\w*dapo\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
+    r"(?:.*[./])?(?:main_\w*(?:ppo|dapo)\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
 )
 OTHER_ENTRY = re.compile(r"(?:.*[./])?(?:\w*sft_trainer|main_eval|main_generation)\w*(?:\.py)?")
 LIKE_OVERRIDE = re.compile(
@@ -37,17 +37,17 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^}]*))?\}")
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
-    """A training command: its settings in order, its environment and conditions."""
+    """A training command: its environment and conditions, and its settings in order."""
 
     origin: str
     command: str
-    settings: tuple[Setting, ...]
     environment: dict[str, str]
     conditions: tuple[str, ...]
-    config_names: tuple[Word, ...]
-    notes: tuple[str, ...] = ()
+    settings: list[Setting] = field(default_factory=list)
+    config_names: list[Word] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -71,15 +71,13 @@ def read_files(
     Raises ForeignConfigError for no or several trainings, and once for all values that are known
     only on the script's machine.
     """
-    texts = {path: text_of(path) for path in paths}
-    scripts = {path.name: text for path, text in texts.items() if kind_of(path, text) == "bash"}
-    configs = {
-        path.name: config_of(text, path.name, path.parent)
-        if kind_of(path, text) == "yaml"
-        else overrides_of(text, path.name)
-        for path, text in texts.items()
-        if path.name not in scripts
-    }
+    scripts, configs = dict[str, str](), dict[str, list[Setting]]()
+    for path in paths:
+        text = text_of(path)
+        if path.suffix in (".yaml", ".yml", ".json"):
+            configs[path.name] = config_of(text, path.name, path.parent)
+        else:
+            scripts[path.name] = text
     if not scripts:
         settings = [setting for found in configs.values() for setting in found]
         if not settings:
@@ -102,17 +100,6 @@ def text_of(path: Path) -> str:
     raise ForeignConfigError(f"{path} is neither UTF-8 nor GB 18030 text")
 
 
-def kind_of(path: Path, text: str) -> str:
-    """Return `bash`, `yaml` or `overrides`, by the file's suffix, else by its content."""
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return "yaml"
-    if path.suffix in (".sh", ".bash") or text.startswith("#!"):
-        return "bash"
-    lines = [line.strip().rstrip("\\").strip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    return "overrides" if lines and all(_is_override(line) for line in lines) else "bash"
-
-
 def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]:
     """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in
     `folder`.
@@ -120,23 +107,6 @@ def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]
     if mindspeed.is_mindspeed(text):
         return mindspeed.read_yaml(text, name, folder)
     return settings_of_yaml(text, name)
-
-
-def _is_override(text: str) -> bool:
-    try:
-        return "." in parse_override(text).key
-    except ForeignConfigError:
-        return False
-
-
-def overrides_of(text: str, name: str) -> list[Setting]:
-    """Return the settings of a file with one Hydra override per line."""
-    lines = [line.strip().rstrip("\\").strip() for line in text.splitlines()]
-    return [
-        _setting(Word(line, f"{name}:{number}"))
-        for number, line in enumerate(lines, start=1)
-        if line and not line.startswith("#")
-    ]
 
 
 def trainer_of(settings: Iterable[Setting]) -> str:
@@ -150,10 +120,6 @@ def rows_of(settings: Iterable[Setting]) -> list[str]:
     values = [setting.value for setting in settings if setting.key == "data.train_files"]
     last = values[-1] if values else []
     return [str(path) for path in (last if isinstance(last, list) else [last])]
-
-
-def _root(text: str) -> str:
-    return re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
 
 
 def _of_scripts(
@@ -171,21 +137,15 @@ def _of_scripts(
         raise ForeignConfigError(str(error)) from None
     started = {name for script in read for name in script.started}
     read = [script for script in read if script.name not in started] or read[:1]
-    found = [(script, each) for script in read for each in trainings_of(script)]
-    script, chosen = _one(found, read, training)
-    settings, notes = [*chosen.settings], [*chosen.notes]
+    script, chosen = _one(read, training)
+    settings, notes = chosen.settings, chosen.notes
     for word in chosen.config_names:
         config, note = _config(word, script, configs)
         settings = [*config, *settings]
         notes += [note] if note else []
-    read_too, left_out = _others(
-        configs, [setting.origin for setting in settings], bool(chosen.config_names)
-    )
+    read_too, left_out = _others(configs, settings, bool(chosen.config_names))
     settings, notes = [*read_too, *settings], [*notes, *left_out]
-    read_by_hydra = {
-        match[1] for setting in settings for match in ENVIRONMENT.finditer(str(setting.value))
-    }
-    _require_used({name: given[name] for name in given.keys() - read_by_hydra}, read)
+    _require_used(given, settings, read)
     _require_known(settings, script)
     if not settings:
         why = f"{chosen.origin}: the command sets no training keys; also give its YAML"
@@ -201,18 +161,18 @@ def _of_scripts(
 
 
 def _others(
-    configs: Mapping[str, list[Setting]], origins: Sequence[str], is_named: bool
+    configs: Mapping[str, list[Setting]], settings: Sequence[Setting], is_named: bool
 ) -> tuple[list[Setting], list[str]]:
     """Return the settings of files that no --config-name selects, and notes on those left out.
 
     Without --config-name all are read, else only those that prepare data for MindSpeed.
     """
     read, notes = [], []
-    used = {origin.rpartition(":")[0] for origin in origins}
-    for name, settings in configs.items():
-        prepares = all(setting.key.startswith(mindspeed.PREPROCESS) for setting in settings)
+    used = {setting.origin.rpartition(":")[0] for setting in settings}
+    for name, others in configs.items():
+        prepares = all(setting.key.startswith(mindspeed.PREPROCESS) for setting in others)
         if not is_named or (prepares and name not in used):
-            read += settings
+            read += others
         elif name not in used:
             notes.append(f"{name} is ignored: the command selects another configuration")
     return read, notes
@@ -225,24 +185,25 @@ def _line(origin: str) -> int:
 
 def trainings_of(script: Script) -> list[Training]:
     """Return the commands of a script that start a training, in order."""
-    roots = {name.partition(".")[0] for row in load("verl").rows for name in row.names()}
     found = []
     for command in script.commands:
-        texts = [word.text for word in command.words]
-        if LIKE_OVERRIDE.fullmatch(texts[0]) and _root(texts[0]) in roots:
+        first, *rest = texts = [word.text for word in command.words]
+        if _is_key(first):
             raise ForeignConfigError(
-                f"{command.origin}: {texts[0][:60]!r} is read as a separate command: the line "
+                f"{command.origin}: {first[:60]!r} is read as a separate command: the line "
                 "before it lacks a backslash at its end, or has a space after it"
             )
-        is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
-        overrides = [
-            text for text in texts if LIKE_OVERRIDE.fullmatch(text) and _root(text) in roots
-        ]
-        if any(OTHER_ENTRY.fullmatch(text) for text in texts[1:]):
-            continue
-        if (is_entry and not texts[0].endswith(("echo", "pkill"))) or len(overrides) > 1:
+        is_entry = any(map(ENTRY.fullmatch, rest)) and not first.endswith(("echo", "pkill"))
+        has_keys = sum(map(_is_key, texts)) > 1
+        if (is_entry or has_keys) and not any(map(OTHER_ENTRY.fullmatch, rest)):
             found.append(_training(command, script))
     return found
+
+
+def _is_key(text: str) -> bool:
+    """True for an override of a key in one of verl's sections."""
+    root = re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
+    return LIKE_OVERRIDE.fullmatch(text) is not None and load("verl").has_section(root)
 
 
 def _training(command: Command, script: Script) -> Training:
@@ -253,56 +214,37 @@ def _training(command: Command, script: Script) -> Training:
         starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
         starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
         entry = starts[-1] if starts else entry
-    settings: list[Setting] = []
-    config_names: list[Word] = []
-    notes: list[str] = []
+    command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
+    found = Training(command.origin, command_text, command.environment, command.conditions)
     words = iter(command.words[entry + 1 :])
     for word in words:
         option, equal, value = word.text.partition("=")
         if option in CONFIG_OPTIONS:
             named = Word(value, word.origin) if equal else next(words, Word("", word.origin))
             if option in ("--config-name", "-cn"):
-                config_names.append(named)
-        elif marks_of(word.text) and not LIKE_OVERRIDE.fullmatch(shown(word.text, script.unknowns)):
-            settings.append(Setting(word.text, "", word.origin))
+                found.config_names.append(named)
         elif marks_of(word.text):
-            key, _, value = word.text.lstrip("+~").partition("=")
-            settings.append(Setting(key, value, word.origin))
+            is_set = LIKE_OVERRIDE.fullmatch(shown(word.text, script.unknowns))
+            key, value = (option.lstrip("+~"), value) if is_set else (word.text, "")
+            found.settings.append(Setting(key, value, word.origin))
         elif word.text.startswith("-"):
-            notes.append(f"{word.origin}: option {word.text} is ignored")
+            found.notes.append(f"{word.origin}: option {word.text} is ignored")
         elif word.text.strip():
-            settings.append(_setting(word))
-    command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
-    return Training(
-        command.origin,
-        command_text,
-        tuple(settings),
-        command.environment,
-        command.conditions,
-        tuple(config_names),
-        tuple(notes),
-    )
+            found.settings.append(setting_of(*word))
+    return found
 
 
-def _setting(word: Word) -> Setting:
-    return setting_of(word.text, word.origin)
-
-
-def _one(
-    found: list[tuple[Script, Training]], read: list[Script], training: int | None
-) -> tuple[Script, Training]:
+def _one(read: list[Script], training: int | None) -> tuple[Script, Training]:
     """Return the training to import; raises ForeignConfigError for none, or for several."""
+    found = [(script, each) for script in read for each in trainings_of(script)]
     if not found:
         raise ForeignConfigError(_nothing_found(read))
     if training is None and len(found) > 1:
-        lines = [
-            f"  {number}. {each.origin}: {each.command}"
-            + (f" (if {' and '.join(each.conditions)})" * bool(each.conditions))
-            for number, (_, each) in enumerate(found, start=1)
-        ]
-        raise ForeignConfigError(
-            "\n".join([f"found {len(found)} trainings; select one with FILE#N:", *lines])
-        )
+        lines = [f"found {len(found)} trainings; select one with FILE#N:"]
+        for number, (_, each) in enumerate(found, start=1):
+            conditions = f" (if {' and '.join(each.conditions)})" if each.conditions else ""
+            lines.append(f"  {number}. {each.origin}: {each.command}{conditions}")
+        raise ForeignConfigError("\n".join(lines))
     if training is not None and not 1 <= training <= len(found):
         raise ForeignConfigError(f"no training {training}: found {len(found)}")
     return found[(training or 1) - 1]
@@ -344,8 +286,13 @@ def _config(
     return [strategy] if "megatron" in name else [], ""
 
 
-def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
-    if unused := sorted(given.keys() - {name for script in read for name in script.used}):
+def _require_used(
+    given: Mapping[str, str], settings: Iterable[Setting], read: list[Script]
+) -> None:
+    used = {name for script in read for name in script.used}
+    for setting in settings:
+        used |= {match[1] for match in ENVIRONMENT.finditer(str(setting.value))}
+    if unused := sorted(given.keys() - used):
         raise ForeignConfigError(
             f"--set-env {', '.join(unused)}: not used in {', '.join(each.name for each in read)}; "
             "the script sets it itself, or the name is misspelt"
@@ -382,7 +329,7 @@ def _resolved(
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in known and match[2] is None:
-            missing.append(match[1])
+            missing.append(f"--set-env {match[1]}=...")
         return known.get(match[1], match[2] or "")
 
     def fill(value: Any) -> Any:
@@ -397,8 +344,8 @@ def _resolved(
 
     filled = [setting._replace(value=fill(setting.value)) for setting in settings]
     if missing:
+        each = " ".join(dict.fromkeys(missing))
         raise ForeignConfigError(
-            "the configuration reads environment variables; give each: "
-            + " ".join(f"--set-env {name}=..." for name in dict.fromkeys(missing))
+            f"the configuration reads environment variables; give each: {each}"
         )
     return filled

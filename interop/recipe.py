@@ -30,10 +30,8 @@ class Recipe:
 
     def sort(self, names: Iterable[str]) -> None:
         """Put the keys into the order of `names`; others follow."""
-        place = {name: number for number, name in enumerate(names)}
-        self.values = dict(
-            sorted(self.values.items(), key=lambda each: place.get(each[0], len(place)))
-        )
+        order = [*(name for name in names if name in self.values), *self.values]
+        self.values = {name: self.values[name] for name in order}
 
 
 def recipe_of(account: Account, defaults: Mapping[str, Any]) -> Recipe:
@@ -73,25 +71,17 @@ def tiny_of(recipe: Recipe) -> Recipe:
         or not any(name == part or name.startswith(f"{part}.") for part in tiny["replaced"])
     }
     values = {**kept, **tiny["values"]}
-    updates = max(
-        int(recipe.values.get("train.train_prompts", 2))
-        // int(recipe.values.get("train.mini_prompts", 1)),
-        1,
-    )
-    values["train.mini_prompts"] = 1 if updates > 1 else 2
-    values["rollout.group_size"] = min(max(int(recipe.values.get("rollout.group_size", 4)), 2), 4)
+    ours = {"train.train_prompts": 2, "train.mini_prompts": 1, "rollout.group_size": 4}
+    batch, mini, group = (int(recipe.values.get(name, other)) for name, other in ours.items())
+    values["train.mini_prompts"] = 1 if batch // mini > 1 else 2
+    values["rollout.group_size"] = min(max(group, 2), 4)
     if "reward.overlong.buffer_tokens" in values:
         values["reward.overlong.buffer_tokens"] = 8
-    path = values.get("custom_reward.path")
-    if path is not None and not Path(path).expanduser().is_file():
-        values = {
-            name: value for name, value in values.items() if not name.startswith("custom_reward.")
-        }
-    same = [
-        name for name in values if name in recipe.values and values[name] == recipe.values[name]
-    ]
-    comments = {name: recipe.comments.get(name, "") for name in same}
-    return Recipe(values, {**dict.fromkeys(values, "--tiny"), **comments}, recipe.left)
+    if not Path(values.get("custom_reward.path", "")).expanduser().is_file():
+        values = {key: values[key] for key in values if not key.startswith("custom_reward.")}
+    same = {key for key in values if (key, values[key]) in recipe.values.items()}
+    comments = {key: recipe.comments.get(key, "") if key in same else "--tiny" for key in values}
+    return Recipe(values, comments, recipe.left)
 
 
 def written(recipe: Recipe, header: Sequence[str]) -> str:

@@ -102,17 +102,16 @@ class Table:
         return self.versions[-1]
 
     def require_version(self, version: str) -> str:
-        """Return the table's version to use: of the same minor version, or the newest for a newer
-        one.
+        """Return the table's version with the same minor version, or the newest for a newer one.
 
         Raises ForeignConfigError for any other.
         """
-        number = _minor(version)
-        if version in self.versions:
-            return version
-        for known in self.versions if number else ():
-            if _minor(known) == number or (known == self.newest and number > _minor(known)):
+        minor = _minor(version)
+        for known in self.versions:
+            if _minor(known) == minor:
                 return known
+        if minor > _minor(self.newest):
+            return self.newest
         raise ForeignConfigError(
             f"{self.trainer} {version} is not supported; use one of {', '.join(self.versions)}"
         )
@@ -156,6 +155,10 @@ class Table:
         )
         return group if group != name or "/" in group or is_section else None
 
+    def has_section(self, name: str) -> bool:
+        """True for the first part of a key."""
+        return name in self._sections
+
     def nearest(self, name: str) -> str | None:
         """Return the closest known name, first among those with the same last part; None if none is
         close.
@@ -166,6 +169,10 @@ class Table:
             if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
                 return close[0]
         return None
+
+    @functools.cached_property
+    def _sections(self) -> set[str]:
+        return {name.partition(".")[0] for row in self.rows for name in row.names()}
 
     @functools.cached_property
     def _exact(self) -> dict[str, list[Row]]:
@@ -261,6 +268,5 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(text + r"(\..*)?" if below else text)
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else ()
+def _minor(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]

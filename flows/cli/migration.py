@@ -23,7 +23,7 @@ FilesArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="FILE...",
-        help="Bash scripts, YAML, or overrides (one per line); run.sh#2: its second training.",
+        help="Bash scripts or YAML; run.sh#2: its second training.",
     ),
 ]
 OutputOption = Annotated[

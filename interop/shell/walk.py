@@ -275,6 +275,9 @@ class Walk:
                 self.call(name, words[1:])
             case "exit" | "return" | "break" | "continue":
                 raise Leave(name)
+            case "exec" if rest:
+                self.run(words[1:], own)
+                raise Leave("exit")
             case "shift":
                 count = int(rest[0]) if rest and rest[0].isdigit() else 1
                 self.scope.positional = self.scope.positional[count:]

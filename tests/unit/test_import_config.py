@@ -114,36 +114,6 @@ def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b"])
-def test_mindspeed_yaml_is_accounted_for(name: str) -> None:
-    """Every key has a fate; some keys need the original trainer."""
-    data = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
-    assert data["trainer"] == "mindspeed-rl"
-    assert (
-        data["counts"]["keys"]
-        == len(data["entries"])
-        == sum(data["counts"].values()) - data["counts"]["keys"]
-    )
-    assert data["recipe"]["data"]
-
-
-def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
-    script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
-    script.write_text(
-        f"{MAIN} model_engine=veomni actor_rollout_ref.actor.veomni.param_offload=True \\\n"
-        "  data.train_files=gsm8k data.val_files=gsm8k algorithm.adv_estimator=grpo "
-        "trainer.nnodes=2 \\\n"
-        "  trainer.total_training_steps=2 actor_rollout_ref.model.path=/m \\\n"
-        "  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4\n"
-    )
-    assert "to train with verl" in invoke(script).output
-    result = invoke(script, "--backend", "verl", "--output", output)
-    assert result.exit_code == 0, result.output
-    overrides = load_config(output).external.overrides
-    wanted = {"model_engine=veomni", "actor_rollout_ref.actor.veomni.param_offload=True"}
-    assert wanted <= {each.lstrip("+") for each in overrides}
-
-
 def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
     script.write_text(
