@@ -222,7 +222,7 @@ def test_different_graders_and_unknown_sets_are_refused(tmp_path: Path) -> None:
     mine = write(tmp_path / "mine.jsonl", ROWS)
     for train, held_out, said in (
         (mine, ["cflue", "math500"], "data.eval have different graders"),
-        ("gsm9k", mine, "did you mean 'gsm8k'"),
+        ("gsm9k", mine, "did you mean gsm8k"),
         ("math500", mine, "math500 has no rows to train on"),
         ({"set": mine, "path": mine}, mine, "applies to registered sets only"),
     ):
