@@ -185,6 +185,8 @@ def test_deploy_files_use_existing_prefect_commands_and_settings(site: Site) -> 
         "dapo-server.service",
         "dapo-worker.service",
         "inventory.yaml",
+        "rayjob.yaml",
+        "slurm.sbatch",
     }
     start = re.compile(r"prefect ((?:server|worker) start.*?)[\n\"]")
     commands = {command for text in units.values() for command in start.findall(text)}
