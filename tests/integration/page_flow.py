@@ -51,19 +51,21 @@ time.sleep(600)
 
 
 @stage_task("train-policy")
-def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifact:
-    key = link_of(run.config, "train_policy").key(data, model)
+def train_policy(
+    run: Run, data: Artifact, model: Artifact, code: str, label: str = "train_policy"
+) -> Artifact:
+    key = link_of(run.config, label).key(data, model)
     key = replace(key, inputs={**key.inputs, "code": code})
 
     def build(folder: Path) -> dict[str, Any]:
-        progress = TrainingProgress(run, "train_policy", folder)
+        progress = TrainingProgress(run, label, folder)
         log_path = run.store.log_path(key.stage, key.key)
         command = ["env", "-C", str(folder), sys.executable, "-c", code]
         with following(progress.path, progress.on_rows):
-            run_command(command, log_path=log_path, label="train_policy")
+            run_command(command, log_path=log_path, label=label)
         return {"step": 12, "sampler/accuracy": 4.00004}
 
-    return run.produce("train_policy", key, build)
+    return run.produce(label, key, build)
 
 
 def evaluate(run: Run, label: str, data: Artifact, model: Artifact, outcomes: str) -> Artifact:
