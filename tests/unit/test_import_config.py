@@ -30,6 +30,11 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["import-config", *map(str, arguments)])
 
 
+def refused(match: str, *arguments: object) -> None:
+    with pytest.raises(ConfigError, match=match):
+        CliRunner().invoke(app, ["import-config", *map(str, arguments)], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_accounts_of_the_guides_do_not_change(name: str) -> None:
     """`python -m tests.guides` writes the golden accounts."""
@@ -77,10 +82,7 @@ def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
     text = output.read_text(encoding="utf-8")
     for entry in account.entries:  # each setting stands in the file, with its line
         assert f"{entry.setting.origin} {entry.setting.key}" in text or entry.ours, entry
-    with pytest.raises(ConfigError, match="exists; name another file"):
-        CliRunner().invoke(
-            app, ["import-config", "x.sh", "--output", str(output)], catch_exceptions=False
-        )
+    refused("exists; name another file", "x.sh", "--output", output)
 
 
 @pytest.mark.slow
@@ -170,10 +172,7 @@ def test_invalid_values_are_refused_with_their_origin(tmp_path: Path) -> None:
     script.write_text(
         f"{WHOLE} trainer.total_training_steps=2 algorithm.filter_groups.enable=Ture\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture"
-    ):
-        CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
+    refused(r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture", script)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +210,7 @@ def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
         "trainer.total_epochs=2\n"
     )
     script.write_text(sft)
-    with pytest.raises(ConfigError, match="no training found"):
-        CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
+    refused("no training found", script)
     script.write_text(
         f"{sft}{WHOLE} trainer.total_training_steps=2\npython -m verl.trainer.main_eval "
         "data.path=x\n"
@@ -223,18 +221,11 @@ def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
 def test_keys_need_their_own_trainer(tmp_path: Path) -> None:
     script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
     assert "--backend mindspeed-rl" in invoke(script).output
-    with pytest.raises(
-        ConfigError, match="the settings are mindspeed-rl's; use --backend mindspeed-rl"
-    ):
-        CliRunner().invoke(
-            app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False
-        )
+    refused(
+        "the settings are mindspeed-rl's; use --backend mindspeed-rl", script, "--backend", "verl"
+    )
     starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"the command sets no training keys.*\n.*dapo_32b is not among the given files",
-    ):
-        CliRunner().invoke(app, ["import-config", str(starts)], catch_exceptions=False)
+    refused(r"the command sets no training keys.*\n.*dapo_32b is not among the given files", starts)
 
 
 def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:
