@@ -6,6 +6,7 @@ import csv
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from dapo_core.errors import ConfigError, DataError
-from flows.config import load_config
+from flows.config import Config, load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
@@ -37,14 +38,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def written(
+    name: str, data: str = "data/questions.csv", held_out: str | None = None, **given: Any
+) -> Config:
+    """The configuration of a first recipe, written to NAME.yaml."""
+    path, model = Path(f"{name}.yaml"), given.pop("model", model_keys("models/small"))
+    path.write_text(first_recipe(path, model, data, held_out, given.pop("machine", CPU), **given))
+    return load_config(path)
+
+
+def statuses(config: Config) -> set[str]:
+    return {finding.status for finding in examine(config)}
+
+
 def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -> None:
-    text = first_recipe(
-        Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
-    )
+    assert statuses(written("own_cpu")) == {OK}
+    text = Path("own_cpu.yaml").read_text()
     assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
-    Path("own_cpu.yaml").write_text(text)
-    config = load_config("own_cpu.yaml")
-    assert {finding.status for finding in examine(config)} == {OK}
     texts = [Path(f"own_cpu.{name}.jsonl").read_text() for name in ("train", "eval")]
     parts = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert [len(part) for part in parts] == [32, 8]
@@ -57,11 +67,7 @@ def test_local_files_and_models_need_no_network(
 ) -> None:
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host) or [])
-    text = first_recipe(
-        Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
-    )
-    Path("own.yaml").write_text(text)
-    examine(load_config("own.yaml"))
+    examine(written("own"))
     assert asked == []
 
 
@@ -78,13 +84,9 @@ def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
         "models",
         "chat.jinja",
     }  # nothing of the recipe
-    text = first_recipe(
-        Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU
-    )
-    Path("b.yaml").write_text(text)
-    config = load_config("b.yaml")
+    config = written("b", model=model_keys("models/small", template))
     assert config.model.chat_template == "chat.jinja"
-    assert {finding.status for finding in examine(config)} == {OK}
+    assert statuses(config) == {OK}
 
 
 def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
@@ -99,12 +101,9 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
         for number in range(40)
     ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("s.yaml").write_text(
-        first_recipe(Path("s.yaml"), model_keys("models/small"), "rows.jsonl", None, CPU)
-    )
-    config = load_config("s.yaml")
+    config = written("s", "rows.jsonl")
     assert config.reward.scorers == ("school-2026=exact",)
-    assert {finding.status for finding in examine(config)} == {OK}
+    assert statuses(config) == {OK}
 
 
 @pytest.mark.parametrize(
@@ -114,11 +113,7 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
 def test_devices_are_split_between_ranks_and_engines(
     folder: Path, kind: str, devices: int, ranks: int, workers: int, placement: str
 ) -> None:
-    path, data = Path("r.yaml"), "data/questions.csv"
-    path.write_text(
-        first_recipe(path, model_keys("models/small"), data, data, Machine(kind, devices, 64))
-    )
-    config = load_config(path)
+    config = written("r", held_out="data/questions.csv", machine=Machine(kind, devices, 64))
     assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (
         kind,
         ranks,
@@ -160,8 +155,8 @@ def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(fold
         "g.parquet",
     )
     assert data_set("g.parquet", "data") == [{"set": "gsm8k", "path": "g.parquet"}]
-    text = first_recipe(Path("g.yaml"), model_keys("models/small"), "g.jsonl", None, CPU)
-    assert "train: g.train.jsonl" in text
+    written("g", "g.jsonl")
+    assert "train: g.train.jsonl" in Path("g.yaml").read_text()
     row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
 
@@ -203,9 +198,8 @@ def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
         ("same.jsonl", ("Aufgabe", "Ergebnis")),
         ("own.jsonl", ("question", "answer")),
     ):
-        path = Path(f"{held_out}.yaml")
-        text = first_recipe(path, model_keys("models/small"), "t.jsonl", held_out, CPU, said)
-        data = yaml.safe_load(text)["data"]
+        written(held_out, "t.jsonl", held_out, columns=said)
+        data = yaml.safe_load(Path(f"{held_out}.yaml").read_text())["data"]
         assert data["train"][0]["columns"] == {"problem": "Aufgabe", "answer": "Ergebnis"}
         assert data["eval"] == [
             {"set": held_out, "columns": dict(zip(("problem", "answer"), columns, strict=True))}
@@ -229,19 +223,12 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     rows[5][0] = "word " * 2000 + rows[5][0]
     with Path("odd.csv").open("w", encoding="utf-8-sig") as file:
         csv.writer(file, lineterminator="\r\n").writerows([["Question", "Answer"], *rows])
-    Path("odd.yaml").write_text(
-        first_recipe(Path("odd.yaml"), model_keys("models/small"), "odd.csv", None, CPU)
-    )
-    assert {finding.status for finding in examine(load_config("odd.yaml"))} == {OK}
+    assert statuses(written("odd", "odd.csv")) == {OK}
     kept = [len(Path(f"odd.{name}.jsonl").read_text().splitlines()) for name in ("train", "eval")]
     assert kept == [25, 9]
     assert "5 of 40 rows, with no Answer; row 0: " in caplog.text
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.text
-    text = first_recipe(
-        Path("two.yaml"), model_keys("models/small"), "odd.csv", "data/questions.csv", CPU
-    )
-    Path("two.yaml").write_text(text)
-    assert {finding.status for finding in examine(load_config("two.yaml"))} == {OK}
+    assert statuses(written("two", "odd.csv", "data/questions.csv")) == {OK}
     # the same rows, none held out
     assert len(Path("two.train.jsonl").read_text().splitlines()) == 34
     assert caplog.text.count("1 of 40 rows, with a prompt of more than 256 tokens; row 5: ") == 2
@@ -249,7 +236,7 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     with pytest.raises(
         DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"
     ):
-        first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
+        written("none", "none.csv")
 
 
 def test_existing_files_are_not_overwritten(folder: Path) -> None:
@@ -257,6 +244,6 @@ def test_existing_files_are_not_overwritten(folder: Path) -> None:
     own = Path("a.eval.jsonl")
     own.write_text("mine")
     with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give the recipe another name"):
-        first_recipe(Path("a.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+        written("a")
     assert own.read_text() == "mine"
     assert not Path("a.train.jsonl").exists()

@@ -93,6 +93,13 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
     ]
 
 
+def fail(state: Any, *overrides: str, config: str = CONFIG) -> None:
+    """Call the hook for a flow run that ended in this state."""
+    parameters = {"config": config, "overrides": overrides}
+    flow_run = SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters)
+    report_failure(dapo_full, flow_run, state)
+
+
 @pytest.mark.parametrize(
     ("state", "event", "reason"),
     [
@@ -111,14 +118,10 @@ def test_a_failed_run_is_sent_with_its_reason(
     reason: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a worker may run in another folder
-    overrides = [f"flow.webhook.url={receiver.url()}", "run.name=mine"]
-    flow_run = SimpleNamespace(
-        id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
-    )
     monkeypatch.setattr(
         "flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}"
     )
-    report_failure(dapo_full, flow_run, state)
+    fail(state, f"flow.webhook.url={receiver.url()}", "run.name=mine")
     [(_, payload)] = receiver.received
     assert payload == {
         "event": event,
@@ -138,10 +141,7 @@ def test_secrets_are_neither_sent_nor_recorded(
     url = receiver.url("/services/0123456789abcdefXYZ")
     words = f"401 for sk-very-secret, and {url} answered 404"
     overrides = [f"flow.webhook.url={url}", f"store.path={tmp_path}"]
-    flow_run = SimpleNamespace(
-        id="1", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
-    )
-    report_failure(dapo_full, flow_run, Failed(message=words))
+    fail(Failed(message=words), *overrides)
     [(path, payload)] = receiver.received
     clean = words.replace("sk-very-secret", "[redacted]").replace(
         "0123456789abcdefXYZ", "[redacted]"
@@ -154,13 +154,8 @@ def test_secrets_are_neither_sent_nor_recorded(
 
 def test_a_server_without_ui_sends_no_url(receiver: Receiver) -> None:
     """The private server of `dapo run` exits with the run."""
-    parameters = {"config": CONFIG, "overrides": [f"flow.webhook.url={receiver.url()}"]}
     with temporary_settings({"server.ui.enabled": False}):
-        report_failure(
-            dapo_full,
-            SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters),
-            Failed(),
-        )
+        fail(Failed(), f"flow.webhook.url={receiver.url()}")
     [(_, payload)] = receiver.received
     assert payload["flow_run"] == {"name": "sly-fox", "url": None}
 
@@ -174,10 +169,7 @@ def test_every_failure_calls_the_hook_which_never_fails_a_run(
         dapo_full.on_cancellation_hooks,
     ):
         assert report_failure in hooks
-    flow_run = SimpleNamespace(
-        name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []}
-    )
-    report_failure(dapo_full, flow_run, Failed())
+    fail(Failed(), config="no/such.yaml")
     assert "no webhook is called for sly-fox, which ended in state Failed" in caplog.text
 
 

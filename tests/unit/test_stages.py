@@ -191,34 +191,29 @@ def math500_file(path: Path, answers: tuple[int, ...] = (2, 4, 6)) -> Path:
 def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path: Path) -> None:
     held_out = math500_file(tmp_path / "eval.jsonl")
     config = files_config(tmp_path, held_out)
+    model = Artifact("fetch_model", "k", "/nowhere", "m")
+
+    def trained(data: Artifact, recipe: Config = config) -> Mapping[str, str]:
+        return inputs("train_policy", recipe, data, model)
+
+    def evaluated(data: Artifact) -> Mapping[str, str]:
+        return inputs("evaluate_before", config, data, model)
+
     first = prepared(config)
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     rows[3]["reward_model"]["ground_truth"] = "0"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     second = prepared(config)
     assert first.key != second.key
-    model = replace(first, digest="m")
-    assert inputs("train_policy", config, first, model) != inputs(
-        "train_policy", config, second, model
-    )
+    assert trained(first) != trained(second)
     assert inputs("fetch_model", config, first) != inputs("fetch_model", config, second)
-    assert inputs("evaluate_before", config, first, model) == inputs(
-        "evaluate_before", config, second, model
-    )
+    assert evaluated(first) == evaluated(second)
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
-    assert inputs("evaluate_before", config, second, model) != inputs(
-        "evaluate_before", config, third, model
-    )
-    assert inputs("train_policy", config, second, model) != inputs(
-        "train_policy", config, third, model
-    )
-    silent = config.model_copy(
-        update={"validation": config.validation.model_copy(update={"every": 0})}
-    )
-    assert inputs("train_policy", silent, second, model) == inputs(
-        "train_policy", silent, third, model
-    )
+    assert evaluated(second) != evaluated(third)
+    assert trained(second) != trained(third)
+    silent = load_config(CONFIG, ["validation.every=0"])
+    assert trained(second, silent) == trained(third, silent)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
