@@ -61,21 +61,18 @@ def named_step(path: Path) -> int | None:
 def step_folders(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, ordered by step."""
     steps = {path: named_step(path) for path in folder.glob("step_*") if path.is_dir()}
-    return sorted(
-        (path for path, step in steps.items() if step is not None),
-        key=lambda path: steps[path] or 0,
-    )
+    found = [(step, path) for path, step in steps.items() if step is not None]
+    return [path for _, path in sorted(found)]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first: all up to the one that `latest` names."""
     folders = step_folders(folder)
     try:
-        named = (
-            folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
-        )
+        name = (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return folders
+    named = folder / name
     return folders[: folders.index(named) + 1] if named in folders else folders
 
 

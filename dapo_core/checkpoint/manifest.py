@@ -54,9 +54,8 @@ def write_shards(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
 def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, Part]) -> None:
     """Write the manifest of a complete folder; `files` are the ones not written by ranks."""
     shards = json.loads((folder / SHARDS_FILE).read_text(encoding="utf-8"))
-    manifest = Manifest(
-        training, step, {**{name: [part] for name, part in files.items()}, **shards}
-    )
+    own = {name: [part] for name, part in files.items()}
+    manifest = Manifest(training, step, {**own, **shards})
     (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
     (folder / SHARDS_FILE).unlink()
 
@@ -124,9 +123,8 @@ def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
     refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        logger.warning(
-            "%s has no %s, so damaged files cannot be detected", checkpoint, MANIFEST_FILE
-        )
+        message = "%s has no %s, so damaged files cannot be detected"
+        logger.warning(message, checkpoint, MANIFEST_FILE)
         return None
     if named_step(checkpoint) not in (None, manifest.step):
         raise CheckpointError(
@@ -145,13 +143,9 @@ def _require_parts(path: Path, parts: Sequence[Part]) -> None:
     if path.stat().st_size != size:
         raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
     found = file_parts(path, [part_size for part_size, _ in parts])
-    wrong = [
-        number
-        for number, (part, expected) in enumerate(zip(found, parts, strict=True))
-        if part != expected
-    ]
-    if wrong:
+    num_wrong = sum(part != expected for part, expected in zip(found, parts, strict=True))
+    if num_wrong:
         raise CheckpointError(
-            f"{path} is damaged or from another checkpoint: {len(wrong)} of its {len(parts)} parts "
+            f"{path} is damaged or from another checkpoint: {num_wrong} of its {len(parts)} parts "
             "differ from the manifest"
         )

@@ -108,9 +108,8 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
     if resume == "auto":
         return newest
     if newest is not None:
-        logger.info(
-            "continuing from %s in this output instead of checkpoint.resume=%s", newest.name, resume
-        )
+        message = "continuing from %s in this output instead of checkpoint.resume=%s"
+        logger.info(message, newest.name, resume)
         return newest
     start = _checkpoint_at(Path(resume))
     if start != Path(resume):
@@ -138,9 +137,8 @@ def _set_aside_after(checkpoint: Path) -> None:
         path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}"))
     if damaged:
         write_atomically(checkpoint.parent / LATEST_FILE, f"{checkpoint.name}\n")
-        logger.warning(
-            "continuing from %s; set aside %d damaged checkpoints", checkpoint.name, len(damaged)
-        )
+        message = "continuing from %s; set aside %d damaged checkpoints"
+        logger.warning(message, checkpoint.name, len(damaged))
 
 
 def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
@@ -153,9 +151,7 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
             damage = damage or str(error)
             if on_damage == "stop":
                 break
-            logger.error(
-                "%s; looking for an older checkpoint (checkpoint.on_damage=previous)", error
-            )
+            logger.error("%s; checkpoint.on_damage=previous: looking for an older one", error)
         else:
             return checkpoint
     if damage:
@@ -177,15 +173,13 @@ def require_same_training(
     The final checkpoint of this output is accepted: see finish_if_done.
     """
     state, total_steps = read_state_without_groups(start), config.train.total_steps
-    for change in refuse_other_training(
-        start, state.identity, identity, config.checkpoint.allow_changed
-    ):
+    allowed = config.checkpoint.allow_changed
+    for change in refuse_other_training(start, state.identity, identity, allowed):
         logger.warning("checkpoint.allow_changed: continuing from %s with %s", start.name, change)
     if state.step > total_steps or (state.step == total_steps and start.parent != folder):
         raise ConfigError(
             f"{start} is at training step {state.step}, so train.total_steps={total_steps} leaves "
-            "no step to "
-            f"train: raise it above {state.step}, or choose another checkpoint or --output"
+            f"no step to train: raise it above {state.step}, or choose another --output"
         )
 
 
@@ -249,8 +243,5 @@ def move_aside(folder: Path, paths: Sequence[Path]) -> None:
     (aside / folder.name).mkdir(parents=True)
     for path in paths:
         path.rename(aside / path.relative_to(folder.parent))
-    logger.info(
-        "checkpoint.resume=never: moved checkpoints and metrics of %s to %s",
-        folder.parent,
-        aside.name,
-    )
+    message = "checkpoint.resume=never: moved checkpoints and metrics of %s to %s"
+    logger.info(message, folder.parent, aside.name)

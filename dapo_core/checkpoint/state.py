@@ -113,17 +113,10 @@ def _without_tokens(responses: Sequence[Sampled]) -> list[Sampled]:
 
 def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]) -> None:
     """Fill in the responses' tokens; raises ValueError if the tokens do not match the responses."""
-    num_tokens, ids, log_probs = (
-        tokens["num_tokens"],
-        tokens["response_ids"],
-        tokens["rollout_log_probs"],
-    )
-    total = int(num_tokens.sum())
-    if (
-        len(num_tokens) != len(responses)
-        or (num_tokens < 0).any()
-        or {len(ids), len(log_probs)} != {total}
-    ):
+    num_tokens, ids = tokens["num_tokens"], tokens["response_ids"]
+    log_probs = tokens["rollout_log_probs"]
+    has_lengths = {len(ids), len(log_probs)} == {int(num_tokens.sum())}
+    if len(num_tokens) != len(responses) or (num_tokens < 0).any() or not has_lengths:
         raise ValueError(
             f"{len(ids)} tokens for {len(num_tokens)} responses, but {len(responses)} are carried"
         )
@@ -149,14 +142,8 @@ def _group(values: dict[str, Any]) -> Group:
 def _group_request(values: dict[str, Any]) -> GroupRequest:
     responses = [Response(**response) for response in values["responses"]]
     versions = [_spans(spans) for spans in values["versions"]]
-    return GroupRequest(
-        **{
-            **values,
-            "prompt": _prompt(values["prompt"]),
-            "responses": responses,
-            "versions": versions,
-        }
-    )
+    parsed = {"prompt": _prompt(values["prompt"]), "responses": responses, "versions": versions}
+    return GroupRequest(**{**values, **parsed})
 
 
 def _spans(values: list[list[int]]) -> VersionSpans:

@@ -175,10 +175,8 @@ class CheckpointWriter:
         return sum(rival is not None and rival >= accuracy for rival in rivals) < keep_best
 
     def _save_last(self) -> None:
-        state = self._last_state
-        if state is not None and latest_checkpoint(self.folder) != step_folder(
-            self.folder, state.step
-        ):
+        state, latest = self._last_state, latest_checkpoint(self.folder)
+        if state is not None and latest != step_folder(self.folder, state.step):
             self.begin(state)
             self.finish()
 
@@ -188,9 +186,7 @@ class CheckpointWriter:
         sync(self.folder.parent)
         self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
-            raise CheckpointError(
-                "it already exists, and this training should have continued from it"
-            )
+            raise CheckpointError("it already exists: training should have continued from it")
         contents = {**state_files(state), **self._constant_files}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
@@ -205,9 +201,8 @@ class CheckpointWriter:
             (write.partial / name).write_bytes(content)
         copy_model_files(self.model_path, write.partial / HUGGINGFACE_FOLDER)
         for path in model_files(write.partial / HUGGINGFACE_FOLDER):
-            write.files[path.relative_to(write.partial).as_posix()] = content_part(
-                path.read_bytes()
-            )
+            name = path.relative_to(write.partial).as_posix()
+            write.files[name] = content_part(path.read_bytes())
 
     def _complete(self, wait: bool) -> None:
         write = self._in_flight
@@ -232,12 +227,8 @@ class CheckpointWriter:
         self._tidy(self.config.checkpoint.keep_last)
 
     def _tidy(self, keep_last: int) -> None:
-        tidy(
-            self.folder,
-            keep_last,
-            self.config.checkpoint.keep_best,
-            self.config.checkpoint.keep_steps,
-        )
+        settings = self.config.checkpoint
+        tidy(self.folder, keep_last, settings.keep_best, settings.keep_steps)
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
@@ -254,18 +245,14 @@ class CheckpointWriter:
 
     def _explain(self, write: _Write, error: Exception) -> str:
         latest, settings = latest_checkpoint(self.folder), self.config.checkpoint
-        fallback = (
-            f"training can continue from {latest.name}"
-            if latest
-            else "there is no earlier checkpoint"
-        )
+        fallback = "there is no earlier checkpoint"
+        if latest:
+            fallback = f"training can continue from {latest.name}"
+        name = f"checkpoint {write.target.name}"
         if not _is_disk_full(error):
-            return (
-                f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; "
-                f"{fallback}"
-            )
+            return f"{name} could not be written to {self.folder}: {error}; {fallback}"
         return (
-            f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, but only "
+            f"{name} needs {write.num_bytes:,} bytes, but only "
             f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); "
             f"{fallback}. Free some space, lower checkpoint.keep_last={settings.keep_last} or "
             f"checkpoint.keep_best={settings.keep_best} (one more must fit besides those), or "

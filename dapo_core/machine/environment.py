@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",

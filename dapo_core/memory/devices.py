@@ -28,9 +28,7 @@ class Rates:
     network: float  # bytes per second to other nodes
     inside: float  # bytes per second to devices on the same node
     node_devices: int
-    layer_seconds: (
-        float  # per decoding step: launches, and two all-reduces under tensor parallelism
-    )
+    layer_seconds: float  # per decoding step: launches, and two all-reduces of split layers
 
     @property
     def node_network(self) -> float:
@@ -75,9 +73,8 @@ def _npu(gibibytes: float, chip: str, node_devices: int) -> DeviceModel:
 
 def _nvidia(total_mib: int, flops: float, memory: float, inside: float) -> DeviceModel:
     """A device with nvidia-smi's total, in nodes of eight with 400 Gb/s each to other nodes."""
-    return DeviceModel(
-        "cuda", total_mib * MIB - DRIVER_BYTES, Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER)
-    )
+    rates = Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER)
+    return DeviceModel("cuda", total_mib * MIB - DRIVER_BYTES, rates)
 
 
 _A100, _H100 = 312e12, 989.4e12

@@ -62,17 +62,10 @@ def engine_memory(
     stages = rollout.pipeline_parallel
     token_bytes = shape.token_elements(parts, stages) * cache_item
     least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
-    step_tokens = (
-        int(str(rollout.engine_args.get("max_num_batched_tokens", least)))
-        if is_vllm
-        else CPU_STEP_TOKENS
-    )
-    width = (
-        shape.experts_per_token * shape.expert_intermediate
-        if shape.num_experts
-        else shape.intermediate
-    )
-    activations = step_tokens * item * (4 * shape.hidden + 3 * width // parts)
+    step_tokens = CPU_STEP_TOKENS
+    if is_vllm:
+        step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", least)))
+    activations = step_tokens * item * (4 * shape.hidden + 3 * shape.mlp_width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
     weights = shape.engine_parameters(parts, stages) * item
@@ -89,13 +82,13 @@ def engine_memory(
     else:
         cache = int(rollout.memory_utilization * device_bytes) - weights - activations - graphs
     return EngineMemory(
-        item,
-        weights,
-        activations,
-        graphs,
-        probe,
-        token_bytes,
-        longest * token_bytes,
-        cache,
-        rollout.max_num_seqs,
+        item_bytes=item,
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        probe=probe,
+        token_bytes=token_bytes,
+        sequence_bytes=longest * token_bytes,
+        cache=cache,
+        most_sequences=rollout.max_num_seqs,
     )

@@ -10,17 +10,9 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["generate", "anchor", "update", "publish"]
-
-
 WEIGHTS, GRADIENTS, OPTIMIZER, KV_CACHE = "weights", "gradients", "optimizer", "kv_cache"
-
-
 OF_RANKS = frozenset({WEIGHTS, GRADIENTS, OPTIMIZER})
-
-
 OF_ENGINES = frozenset({WEIGHTS, KV_CACHE})
-
-
 NOTHING: frozenset[str] = frozenset()
 
 

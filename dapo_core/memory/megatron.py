@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from dapo_core.memory.splits import Splits
 
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes per parameter; STATE: a float32 copy and two moments
-LOGITS_SCORED, LOGITS_TRAINED = (
-    10,
-    14,
-)  # bytes per logit: bfloat16, float32 and exponentials; plus gradients
+# bytes per logit: bfloat16, float32 and exponentials; plus gradients
+LOGITS_SCORED, LOGITS_TRAINED = 10, 14
 
 Part = tuple[str, int, int]  # name, bytes on the device, bytes on the host
 
@@ -74,9 +72,7 @@ def _stage(
             else:  # norms and the router are replicated
                 dense += prod(tensor)
     table = shape.vocabulary * shape.hidden // splits.tensor
-    dense += table * (is_first or (is_last and shape.is_tied)) + table * (
-        is_last and not shape.is_tied
-    )
+    dense += table * ((is_first or is_last) if shape.is_tied else is_first + is_last)
     states = STATE * (dense // (splits.data * splits.context) + experts // splits.expert_data)
     tokens = max(config.train.micro_batch_tokens, -(-longest_sequence(config) // splits.context))
     stream = WEIGHT * shape.hidden * tokens // splits.tensor  # split by sequence parallelism
@@ -97,7 +93,7 @@ def _stage(
     )
 
 
-def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:
+def parts_of(stage: StageMemory, train: TrainConfig, bucket: int, phase: str) -> Iterator[Part]:
     """Yield what a rank holds in a phase; what is not offloaded stays on the device."""
     on_weights = not train.offload_parameters or phase in ("anchor", "update", "publish")
     on_gradients = not train.offload_parameters or phase == "update"

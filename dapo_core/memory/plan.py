@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_core.machine.device import device_for
@@ -18,7 +19,7 @@ from dapo_core.memory.holdings import (
     Holding,
     holdings,
 )
-from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
+from dapo_core.memory.megatron import Part, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.model.precision import with_cpu_dtypes
 
@@ -115,8 +116,8 @@ class MemoryPlan:
             assert self.engine.cache is not None
             shortages.append(
                 f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB of KV cache per device, "
-                "but one "
-                f"sequence of {self.longest} tokens needs {self.engine.sequence_bytes / GIB:.2f}"
+                f"but one sequence of {self.longest} tokens needs "
+                f"{self.engine.sequence_bytes / GIB:.2f}"
             )
         return shortages
 
@@ -143,11 +144,17 @@ def plan_memory(
     # A bucket is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)
     bucket = min(bucket, engine.item_bytes * shape.num_parameters)
+    rank: RankMemory | None = None
     if splits is None:
-        rank_uses = _rank_uses(config, rank_memory(config, shape), bucket)
+        rank = rank_memory(config, shape)
+        parts_in = partial(_rank_parts, config, rank, bucket)
     else:
-        rank_uses = _megatron_uses(config, largest_stage(config, shape, splits), bucket)
-    uses = (*rank_uses, *_engine_uses(config, engine, bucket), *_other_uses(config, bucket))
+        parts_in = partial(parts_of, largest_stage(config, shape, splits), config.train, bucket)
+    uses = (
+        *_rank_uses(config, parts_in),
+        *_engine_uses(config, engine, bucket),
+        *_other_uses(config, bucket),
+    )
     loads = tuple(_loads(config, uses, limit.num_bytes))
     hosts = [
         config.train.num_ranks * _total(uses, phase, {RANK: 1}, "host_bytes")
@@ -159,7 +166,7 @@ def plan_memory(
         limit=limit,
         uses=uses,
         loads=loads,
-        rank=rank_memory(config, shape) if splits is None else None,
+        rank=rank,
         engine=engine,
         num_engines=config.rollout.num_workers,
         longest=longest_sequence(config),
@@ -174,15 +181,9 @@ def disk_plan(
     """Plan the disk space for checkpoints, including one being written, and merged models."""
     keep = config.checkpoint
     num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
-    reference = device_for(config.train.device).item_bytes(config.train.dtype) * is_reference_kept(
-        config
-    )
-    return Disk(
-        (MASTER + MOMENTS + reference) * num_parameters,
-        num_kept + 1,
-        MERGED * num_parameters,
-        1 + len(merged_steps),
-    )
+    item = device_for(config.train.device).item_bytes(config.train.dtype)
+    checkpoint = (MASTER + MOMENTS + item * is_reference_kept(config)) * num_parameters
+    return Disk(checkpoint, num_kept + 1, MERGED * num_parameters, 1 + len(merged_steps))
 
 
 def is_reference_kept(config: TrainingConfig) -> bool:
@@ -190,76 +191,58 @@ def is_reference_kept(config: TrainingConfig) -> bool:
     return config.algorithm.kl.place != "off" and config.algorithm.kl.refresh_every > 0
 
 
-def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Use]:
-    is_cpu = config.train.device == "cpu"
-    saved = rank.weights + rank.optimizer + rank.reference * is_reference_kept(config)
-    copied = saved if config.checkpoint.asynchronous else 0
-    scoring = [
-        ("gathered weights", rank.forward_weights, 0),
-        ("activations", rank.scoring_activations, 0),
-        ("logits", rank.scoring_logits, 0),
-    ]
-    temporaries: dict[str, list[tuple[str, int, int]]] = {
-        "anchor": scoring,
-        "update": [
-            ("gathered weights", rank.update_weights, 0),
-            ("full gradients and buffers", rank.update_gradients, 0),
-            ("gloo's copies", rank.update_copies, 0),
-            ("activations", rank.update_activations, rank.host_activations),
-            ("logits", rank.update_logits, 0),
-            (
-                "optimizer step",
-                0,
-                rank.optimizer_step if config.train.offload_shards and not is_cpu else 0,
-            ),
-        ],
-        "publish": [("weights being sent", 0 if is_cpu else 2 * bucket, 0)],  # on rank 0
-        "checkpoint": [
-            ("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)
-        ],
-    }
+def _rank_uses(config: TrainingConfig, parts_in: Callable[[str], Iterable[Part]]) -> list[Use]:
     uses = []
     for phase in PHASES:
-        parts = [*_states(config.train, rank, phase), *temporaries.get(phase, [])]
-        tensors = sum(on_device for _, on_device, _ in parts)
-        parts.append(
-            ("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0)
-        )
-        uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
-    return uses
-
-
-def _megatron_uses(config: TrainingConfig, stage: StageMemory, bucket: int) -> list[Use]:
-    uses = []
-    for phase in PHASES:
-        parts = list(parts_of(stage, config.train, phase, bucket))
+        parts = list(parts_in(phase))
         slack = int(SLACK * sum(on_device for _, on_device, _ in parts))
-        uses += [
-            Use(phase, RANK, *part)
-            for part in (*parts, ("process", CONTEXT_BYTES + slack, 0))
-            if any(part[1:])
-        ]
+        is_cpu = config.train.device == "cpu"
+        process = PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + slack
+        uses += _uses(phase, RANK, [*parts, ("process", process, 0)])
     return uses
 
 
-def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[str, int, int]]:
+def _uses(phase: str, role: str, parts: Iterable[Part]) -> list[Use]:
+    return [Use(phase, role, *part) for part in parts if part[1] or part[2]]
+
+
+def _rank_parts(
+    config: TrainingConfig, rank: RankMemory, bucket: int, phase: str
+) -> Iterator[Part]:
+    is_cpu = config.train.device == "cpu"
+    yield from _states(config.train, rank, phase)
+    if phase == "anchor":
+        yield "gathered weights", rank.forward_weights, 0
+        yield "activations", rank.scoring_activations, 0
+        yield "logits", rank.scoring_logits, 0
+    elif phase == "update":
+        yield "gathered weights", rank.update_weights, 0
+        yield "full gradients and buffers", rank.update_gradients, 0
+        yield "gloo's copies", rank.update_copies, 0
+        yield "activations", rank.update_activations, rank.host_activations
+        yield "logits", rank.update_logits, 0
+        if config.train.offload_shards and not is_cpu:
+            yield "optimizer step", 0, rank.optimizer_step
+    elif phase == "publish":
+        yield "weights being sent", 0 if is_cpu else 2 * bucket, 0  # on rank 0
+    elif phase == "checkpoint" and config.checkpoint.asynchronous:
+        saved = rank.weights + rank.optimizer + rank.reference * is_reference_kept(config)
+        yield "copy being written", saved * is_cpu, saved * (not is_cpu)
+
+
+def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[Part]:
     """Yield what a rank keeps between phases, on the device and on the host."""
     is_cpu, held = train.device == "cpu", _holding(train, phase).ranks
     states = [
         ("weights", WEIGHTS, rank.weights),
-        (
-            "gradients",
-            GRADIENTS if train.is_colocated else WEIGHTS,
-            rank.gradients,
-        ),  # else move with weights
+        # on separate devices they move with the weights
+        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),
         ("optimizer", OPTIMIZER, rank.optimizer),
         ("reference model", WEIGHTS, rank.reference),
     ]
     for label, name, size in states:
-        # or spilled
-        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))
-        if is_dropped:
-            continue
+        if name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated)):
+            continue  # dropped, or spilled
         if is_cpu or (name in held and not train.offload_shards):
             yield label, size, 0
         elif label == "optimizer":  # under offload_shards it stays in pageable host memory
@@ -294,7 +277,7 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
             ("graphs", engine.graphs, 0),
             ("process", process, 0),
         ]
-        uses += [Use(phase, ENGINE, *part) for part in parts if part[1] or part[2]]
+        uses += _uses(phase, ENGINE, parts)
     return uses
 
 
@@ -303,10 +286,7 @@ def _other_uses(config: TrainingConfig, bucket: int) -> list[Use]:
         return []
     scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
     processes = [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
-    return [
-        *processes,
-        Use("publish", OTHERS, "weights being sent", 2 * bucket),
-    ]  # in shared memory
+    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]
 
 
 def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:

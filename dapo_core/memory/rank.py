@@ -75,9 +75,8 @@ class _Rank:
         self.response_share = config.rollout.max_response_tokens / longest
         responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
         scored = -(-config.rollout.group_size * train.train_prompts // train.num_data_ranks)
-        self.update_tokens, self.scored_tokens = (
-            self._row(longest, number) for number in (max(responses, 1), scored)
-        )
+        self.update_tokens = self._row(longest, max(responses, 1))
+        self.scored_tokens = self._row(longest, scored)
 
     def _row(self, longest: int, num_responses: int) -> int:
         """Return the tokens of the largest micro-batch of `num_responses` longest sequences."""
@@ -88,9 +87,7 @@ class _Rank:
     def memory(self) -> RankMemory:
         shape, item = self.shape, self.item
         shard = shape.shard_parameters(self.num_shards)
-        weights, gradients, copies, activations, logits = max(
-            self._update_moments(shard).values(), key=sum
-        )
+        weights, gradients, copies, activations, logits = max(self._update_moments(shard), key=sum)
         scoring = max(self._scoring_moments(), key=sum)
         return RankMemory(
             weights=MASTER * shard,
@@ -118,69 +115,50 @@ class _Rank:
         logits = self._chunk(tokens) * shape.vocabulary * LOGITS_ENTROPY
         return [
             (2 * root + layers, 0, 0),  # the root's buffer and weights, and the first layer's
-            (root + layers, 3 * stream + tokens * (4 * shape.hidden + self._mlp_forward()), 0),
+            (
+                root + layers,
+                3 * stream + tokens * (4 * shape.hidden + 3 * item * shape.mlp_width),
+                0,
+            ),
             (root + layers - self._layer_buffer(), 4 * stream, logits),
         ]
 
-    def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int, int]]:
+    def _update_moments(self, shard: int) -> list[tuple[int, int, int, int, int]]:
         """Return (weights, gradients, gloo's copies, activations, logits) at possible peaks."""
         shape, item, tokens = self.shape, self.item, self.update_tokens
         root, layer = shape.root_parameters, shape.largest_layer
         head = shape.vocabulary * shape.hidden
         layers = self._gathered_layers()
         chunk = self._chunk(tokens)
-        num_chunks = self.response_share * tokens / chunk
+        has_chunks = self.response_share * tokens > chunk
         kept = self._kept(tokens)
         stream = item * shape.hidden * tokens  # the residual stream
         norm = (4 + 2 * item) * shape.hidden * tokens
         # and their gradients
         predictors = 2 * item * shape.hidden * int(tokens * self.response_share)
-        many = num_chunks > 1
         # the last layer's buffer beside the root
         first = item * root + layers - self._layer_buffer()
-        outputs = kept + norm + predictors
-        is_recomputed = self.train.gradient_checkpointing
-        one = tokens * self.layer_bytes() if is_recomputed else 0
-        backward = one + tokens * self._mlp_backward() + 2 * stream
-        return {
-            "logits": (
-                first,
-                item * head * many,
-                0,
-                outputs,
-                chunk * shape.vocabulary * LOGITS_TRAINED,
-            ),
-            "head": (
-                first,
-                item * head * (HEAD_GRADIENTS if many else 1),
-                0,
-                outputs,
-                chunk * shape.vocabulary * item,
-            ),
-            "last layer": (
-                item * root + layers,
-                item * (head + layer // 2) + GRADIENT * layer,
-                GRADIENT * layer * self.is_copied,
-                kept + backward,
-                0,
-            ),
-            "root": (
-                0,
-                max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root,
-                GRADIENT * root * self.is_copied,
-                stream,
-                0,
-            ),
-            "optimizer step": (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0, 0),
-        }
+        outputs, logits = kept + norm + predictors, chunk * shape.vocabulary
+        recomputed = tokens * self.layer_bytes() if self.train.gradient_checkpointing else 0
+        backward = kept + recomputed + tokens * self._mlp_backward() + 2 * stream
+        head_gradients = item * head * (HEAD_GRADIENTS if has_chunks else 1)
+        root_gradients = max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root
+        layer_gradients = item * (head + layer // 2) + GRADIENT * layer
+        copied = GRADIENT * self.is_copied
+        return [
+            (first, item * head * has_chunks, 0, outputs, logits * LOGITS_TRAINED),
+            (first, head_gradients, 0, outputs, logits * item),
+            (item * root + layers, layer_gradients, copied * layer, backward, 0),
+            (0, root_gradients, copied * root, stream, 0),
+            (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0, 0),  # the optimizer step
+        ]
 
     def _gathered_layers(self) -> int:
         """Return the bytes of gathered layers: one and the next one's buffer, or all."""
         if self.train.reshard_after_forward:
             return self.shape.largest_layer * self.item + self._layer_buffer()
-        return (
-            self.shape.num_parameters - self.shape.root_parameters
-        ) * self.item + self._layer_buffer()
+        layers = self.shape.num_parameters - self.shape.root_parameters
+        return layers * self.item + self._layer_buffer()
 
     def _layer_buffer(self) -> int:
         """Return the bytes of the next layer's buffer; none if the weights are not sharded."""
@@ -208,11 +186,8 @@ class _Rank:
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         norms = 2 * (4 + 2 * item) * shape.hidden  # float32 input, normalized and scaled values
         head_norms = (4 + item) * (queries + keys) if shape.has_head_norms else 0
-        attended = (
-            item * (3 * queries + 2 * (keys if self.has_grouped_attention else queries))
-            + 4 * shape.heads
-        )
-        return norms + head_norms + attended + self._mlp_kept()
+        attended = 3 * queries + 2 * (keys if self.has_grouped_attention else queries)
+        return norms + head_norms + item * attended + 4 * shape.heads + self._mlp_kept()
 
     def _mlp_kept(self) -> int:
         shape, item = self.shape, self.item
@@ -223,16 +198,7 @@ class _Rank:
 
     def _mlp_backward(self) -> int:
         """Return the bytes of MLP gradients that exist at once, per token."""
-        shape = self.shape
-        width = (
-            shape.experts_per_token * shape.expert_intermediate
-            if shape.num_experts
-            else shape.intermediate
-        )
-        return 2 * self.item * width
-
-    def _mlp_forward(self) -> int:
-        return 3 * self._mlp_backward() // 2
+        return 2 * self.item * self.shape.mlp_width
 
 
 def _pinned(num_bytes: int) -> int:

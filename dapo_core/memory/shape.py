@@ -43,6 +43,13 @@ class ModelShape:
         return count(self.root)
 
     @property
+    def mlp_width(self) -> int:
+        """Width of the MLPs that a token passes in a layer."""
+        if self.num_experts:
+            return self.experts_per_token * self.expert_intermediate
+        return self.intermediate
+
+    @property
     def largest_layer(self) -> int:
         """Number of parameters in the largest decoder layer."""
         return max(count(layer) for layer in self.layers)
@@ -75,11 +82,8 @@ class ModelShape:
         split_keys = 2 * self.hidden * self.head_dim * self.key_heads // tensor_parallel
         layer = self.largest_layer // tensor_parallel + keys - split_keys
         matrices = 1 if self.is_tied or pipeline_parallel > 1 else 2
-        return (
-            per_stage * layer
-            + matrices * self.vocabulary * self.hidden // tensor_parallel
-            + self.hidden
-        )
+        vocabulary = matrices * self.vocabulary * self.hidden // tensor_parallel
+        return per_stage * layer + vocabulary + self.hidden
 
     def token_elements(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
         """Return the KV cache elements of one token on an engine device."""
@@ -131,11 +135,8 @@ def _shape(text: Mapping[str, Any], kind: str) -> ModelShape:
 
 
 def _layer(shape: ModelShape, text: Mapping[str, Any], number: int) -> tuple[Shape, ...]:
-    hidden, queries, keys = (
-        shape.hidden,
-        shape.heads * shape.head_dim,
-        shape.key_heads * shape.head_dim,
-    )
+    hidden, queries = shape.hidden, shape.heads * shape.head_dim
+    keys = shape.key_heads * shape.head_dim
     tensors: list[Shape] = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     if text["model_type"] in _ATTENTION_BIAS or text.get("attention_bias"):
         tensors += [(queries,), (keys,), (keys,)]

@@ -94,19 +94,15 @@ def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: 
         name: values[key] for name, key in _PARTS.items() if values.get(key) is not None
     }
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < (
-            0 if name.endswith("_layers") else 1
-        ) - name.startswith("counts"):
+        least = 0 if name.endswith("_layers") or name.startswith("counts") else 1
+        if not isinstance(size, int) or size < least:
             raise ConfigError(
                 f"external.overrides: {_PARTS[name]}={size} is not a valid size; give an integer"
             )
     if f"{TRANSFORMER}recompute_granularity" in values:
         recomputes = values[f"{TRANSFORMER}recompute_granularity"] == "full"
-    share = (
-        values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0)
-        if values.get(f"{OPTIMIZER}optimizer_cpu_offload")
-        else 0
-    )
+    is_offloaded = values.get(f"{OPTIMIZER}optimizer_cpu_offload")
+    share = values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0) if is_offloaded else 0
     return Splits(
         **{"devices": devices, "context": context, **sizes},
         recomputes=recomputes,
@@ -127,12 +123,8 @@ def require_divided(splits: Splits, model: Layers, responses: int) -> None:
 
 def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
     names = {name: key.removeprefix(PREFIX) for name, key in _PARTS.items()}
-    tensor, pipeline, context, devices = (
-        splits.tensor,
-        splits.pipeline,
-        splits.context,
-        splits.devices,
-    )
+    tensor, pipeline, context = splits.tensor, splits.pipeline, splits.context
+    devices = splits.devices
     for what, number in (("attention heads", model.heads), ("key heads", model.key_heads)):
         if number % tensor:
             yield (
@@ -192,6 +184,4 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(
-        str(size) for size in range(1, number + 1) if number % size == 0 and size <= 64
-    )
+    return ", ".join(str(size) for size in range(1, min(number, 64) + 1) if number % size == 0)

@@ -69,10 +69,8 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
         if not any(any(folder.glob(pattern)) for pattern in patterns)
     ]
     if missing:
-        hint = next(
-            (f" ({form})" for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))),
-            "",
-        )
+        forms = [form for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))]
+        hint = f" ({forms[0]})" if forms else ""
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
             f"Face folder{hint}"
@@ -91,7 +89,7 @@ def require_reference(path: str | None, model_path: Path | None = None) -> None:
     require_model_folder(path, "algorithm.kl.reference_path")
     if model_path is None or not (model_path / "config.json").is_file():
         return
-    reference_config, policy_config = (_read_config(Path(folder)) for folder in (path, model_path))
+    reference_config, policy_config = read_config(Path(path)), read_config(model_path)
     for name in _SIZES:
         actual, expected = reference_config.get(name), policy_config.get(name)
         if actual != expected:
@@ -102,13 +100,16 @@ def require_reference(path: str | None, model_path: Path | None = None) -> None:
             )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of config.json; raises ModelError if it is not a JSON object."""
+    path = folder / "config.json"
     try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
     except ValueError as error:
-        raise ModelError(
-            f"{folder / 'config.json'} cannot be read ({error}); fetch the model again"
-        ) from error
+        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from error
+    return config
 
 
 def require_own_files(folder: Path) -> None:
@@ -198,9 +199,8 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError) as error:
-        raise ModelError(
-            f"{index} is not a weight index ({error!r}); fetch the model again"
-        ) from error
+        message = f"{index} is not a weight index ({error!r}); fetch the model again"
+        raise ModelError(message) from error
 
 
 def _names_in(path: Path) -> list[str]:
@@ -255,11 +255,8 @@ def files_to_fetch(
     pickles = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
     if not weights and allow_pickle:
         weights = pickles
-    if (
-        "config.json" not in top
-        or not weights
-        or not {"tokenizer.json", "tokenizer_config.json"} & {*top}
-    ):
+    has_tokenizer = not {*top}.isdisjoint(("tokenizer.json", "tokenizer_config.json"))
+    if "config.json" not in top or not weights or not has_tokenizer:
         raise ModelError(_missing_parts(top, weights, pickles))
     indexes = {INDEX_FILE} if weights[0].endswith(".safetensors") else {PICKLE_INDEX}
     small = [
@@ -287,9 +284,7 @@ def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> st
         others = sorted({Path(path).suffix for path in top} & WEIGHT_SUFFIXES)
         found = f", only weights as {' '.join(others)}" if others else ""
         return f"it has no safetensors{found}; use a repository with the original weights"
-    missing = (
-        "config.json"
-        if "config.json" not in top
-        else "a tokenizer (tokenizer.json or tokenizer_config.json)"
-    )
+    missing = "config.json"
+    if missing in top:
+        missing = "a tokenizer (tokenizer.json or tokenizer_config.json)"
     return f"it lacks {missing}; use a complete model, or fetch it by hand and set model.path"

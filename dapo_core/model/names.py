@@ -28,9 +28,7 @@ class FilePiece:
     """The part of a parameter that one file tensor contains."""
 
     file_name: str
-    expert: int | None = (
-        None  # index along the parameter's first dimension; None: the whole parameter
-    )
+    expert: int | None = None  # index along the first dimension; None: the whole parameter
     first_row: int = 0  # in the expert's matrix
     num_rows: int = 0
     is_turned: bool = False  # transposed in the files (last two dimensions)
@@ -110,8 +108,5 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def sample_of(names: Sequence[str]) -> str:
     """Return the number of names and the first three, for messages."""
-    return (
-        f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        if names
-        else "0"
-    )
+    shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+    return f"{len(names)} ({shown})" if names else "0"

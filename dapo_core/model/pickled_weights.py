@@ -36,17 +36,14 @@ def convert_pickles(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
+    is_mapped = zipfile.is_zipfile(path)
     try:
-        tensors = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ModelError(
-            f"{path.name} contains more than tensors, so it is not loaded: {error}"
-        ) from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in tensors.values()
-    ):
+        message = f"{path.name} contains more than tensors, so it is not loaded: {error}"
+        raise ModelError(message) from error
+    values = tensors.values() if isinstance(tensors, dict) else [tensors]
+    if not isinstance(tensors, dict) or not all(isinstance(it, torch.Tensor) for it in values):
         raise ModelError(
             f"{path.name} contains something other than named tensors; use a model with safetensors"
         )

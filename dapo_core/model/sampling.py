@@ -46,11 +46,8 @@ def read_sampling(model_path: Path) -> Sampling:
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}; fetch the model again") from None
-    found = {
-        name: values[name]
-        for name in ("temperature", "top_p", "top_k")
-        if values.get(name) is not None
-    }
+    names = ("temperature", "top_p", "top_k")
+    found = {name: values[name] for name in names if values.get(name) is not None}
     if not found and values.get("do_sample") is False:
         return GREEDY
     if not found:
@@ -58,19 +55,13 @@ def read_sampling(model_path: Path) -> Sampling:
             f"{file} has no temperature, top_p or top_k for sampling=model to use; set "
             "rollout.sampling and validation.sampling to settings, with your own values"
         )
-    penalties = {
-        name: values[name]
-        for name in _PENALTIES
-        if values.get(name) not in (None, _PENALTIES[name])
-    }
+    neutral = _PENALTIES.items()
+    penalties = {name: values[name] for name, no in neutral if values.get(name) not in (None, no)}
     if penalties:
         logger.warning("%s recommends %s, which training does not apply", file, penalties)
     top_k = int(found.get("top_k", -1))
-    return Sampling(
-        float(found.get("temperature", 1.0)),
-        float(found.get("top_p", 1.0)),
-        top_k if top_k > 0 else -1,
-    )
+    temperature, top_p = (float(found.get(name, 1.0)) for name in ("temperature", "top_p"))
+    return Sampling(temperature, top_p, top_k if top_k > 0 else -1)
 
 
 def with_model_sampling(config: Root, model_path: Path) -> Root:

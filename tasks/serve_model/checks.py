@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
-from dapo_core.model.folder import INDEX_FILE, require_model_folder, weight_files
+from dapo_core.model.folder import INDEX_FILE, read_config, require_model_folder, weight_files
 from tasks.config.serve import ServeConfig
 
 _LENGTH_KEYS = (
@@ -36,12 +35,11 @@ def require_servable(
     """
     require_model_folder(model_path, key)
     require_whole_files(Path(model_path))
-    is_overridden = any(
-        word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args
-    )
+    overrides = ("--hf-overrides", "--hf_overrides")
+    is_overridden = any(word.startswith(overrides) for word in settings.extra_args)
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":
         return
-    longest = longest_sequence(_read_config(Path(model_path)))
+    longest = longest_sequence(read_config(Path(model_path)))
     if longest is not None and settings.max_model_len > longest:
         raise ModelError(
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of "
@@ -53,7 +51,7 @@ def require_servable(
 def require_positions(model_path: str | Path, data: PromptsConfig, rollout: RolloutConfig) -> None:
     """Raise ModelError if prompt plus response of a rollout can exceed the model's positions."""
     require_model_folder(model_path)
-    longest = longest_sequence(_read_config(Path(model_path)))
+    longest = longest_sequence(read_config(Path(model_path)))
     needed = data.max_prompt_tokens + rollout.max_response_tokens
     if longest is not None and needed > longest:
         raise ModelError(
@@ -85,9 +83,8 @@ def require_whole_files(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     has_index = (folder / INDEX_FILE).is_file()
-    for path in sorted(
-        set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")
-    ):
+    paths = set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")
+    for path in sorted(paths):
         try:
             with safe_open(path, framework="numpy"):  # compares the size with the header
                 pass
@@ -96,17 +93,3 @@ def require_whole_files(folder: Path) -> None:
                 f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} "
                 "bytes); fetch the model again, or name a complete folder"
             ) from None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{folder / 'config.json'} is not JSON ({error}); fetch the model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{folder / 'config.json'} is not a model configuration; fetch the model again"
-        )
-    return config

@@ -23,9 +23,7 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_PREFILL_TOKENS = 8192  # per step of a CPU server
-MAX_UNBOUND_CORES = (
-    8  # with more, a worker process that binds threads to cores is worth its start time
-)
+MAX_UNBOUND_CORES = 8  # with more, a worker process that binds threads is worth its start
 
 
 def serve_command(
@@ -33,6 +31,7 @@ def serve_command(
 ) -> list[str]:
     """The command line. The API key goes into the environment, which `ps` does not show."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
+    tensor_parallel, data_parallel = settings.tensor_parallel, settings.data_parallel
     options = {
         "--served-model-name": name,
         "--host": settings.host,
@@ -43,10 +42,8 @@ def serve_command(
         # requests set their sampling; the model's defaults must not apply
         "--generation-config": "vllm",
         "--reasoning-parser": settings.reasoning_parser,
-        "--tensor-parallel-size": settings.tensor_parallel
-        if settings.tensor_parallel > 1
-        else None,
-        "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
+        "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
+        "--data-parallel-size": data_parallel if data_parallel > 1 else None,
         "--gpu-memory-utilization": settings.memory_utilization,
         "--kv-cache-memory-bytes": num_bytes,
     }
@@ -67,28 +64,19 @@ def serve_command(
     ]
 
 
-def with_fast_dtype(settings: ServeConfig) -> ServeConfig:
-    """The settings, with float32 for `serve.dtype=auto` on a CPU without bfloat16 instructions.
-
-    vLLM's own `auto` is the model's half precision, or bfloat16 for a float32 model, on every CPU.
-    """
-    is_slow = vllm_device().kind == "cpu" and not cpu_multiplies_bfloat16()
-    if settings.dtype != "auto" or not is_slow:
-        return settings
-    return settings.model_copy(update={"dtype": "float32"})
-
-
-def without_chunked_prefill(settings: ServeConfig) -> ServeConfig:
-    """The settings; on a CPU with arguments that disable chunked prefill.
+def on_this_device(settings: ServeConfig) -> ServeConfig:
+    """The settings; on a CPU without chunked prefill, and in float32 if bfloat16 is slow.
 
     vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use
-    offset".
+    offset". Its own dtype `auto` is half precision on every CPU.
     """
     if vllm_device().kind != "cpu":
         return settings
+    is_slow = settings.dtype == "auto" and not cpu_multiplies_bfloat16()
     tokens = max(settings.max_model_len, settings.max_num_seqs, CPU_PREFILL_TOKENS)
     whole = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens))
-    return settings.model_copy(update={"extra_args": (*whole, *settings.extra_args)})
+    changes = {"extra_args": (*whole, *settings.extra_args)}
+    return settings.model_copy(update={**changes, **({"dtype": "float32"} if is_slow else {})})
 
 
 def served_name(digest: str) -> str:
@@ -116,10 +104,9 @@ def serve_environment(settings: ServeConfig, environment: Mapping[str, str]) -> 
         return added
     if settings.num_devices > 1:
         added[CPU_BINDING_VARIABLE] = _cores_of_workers(settings.num_devices)
-    elif (
-        WORKER_PROCESS_VARIABLE not in environment
-        and len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
-    ):
+    elif WORKER_PROCESS_VARIABLE in environment:
+        return added
+    elif len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES:
         added[WORKER_PROCESS_VARIABLE] = "0"  # the worker in the engine's process: 10 s less
     return added
 
@@ -135,9 +122,8 @@ def _cores_of_workers(num_workers: int) -> str:
     if share == 0:
         return "nobind"
     starts = range(0, num_workers * share, share)
-    return "|".join(
-        ",".join(map(str, cores[start : start + max(1, share - 1)])) for start in starts
-    )
+    own = (cores[start : start + max(1, share - 1)] for start in starts)
+    return "|".join(",".join(map(str, numbers)) for numbers in own)
 
 
 def vllm_device() -> Device:

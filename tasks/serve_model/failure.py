@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from itertools import takewhile
 
 from dapo_core.errors import DapoError
 from tasks.processes.child import ChildProcessFailed, describe_exit
@@ -47,8 +48,7 @@ def failure_of(
 ) -> ServeError:
     """The error for a server that ended with these last lines; ServerDied if a retry may help."""
     is_killed = ended.exit_code is not None and ended.exit_code < 0
-    # taken after it was found free
-    if is_killed or any(_PORT_TAKEN.search(line) for line in lines):
+    if is_killed or any(_PORT_TAKEN.search(line) for line in lines):  # taken since it was chosen
         kind = ServerDied
     refusal = refused_argument(lines)
     if refusal is not None:
@@ -91,15 +91,10 @@ def raised_error(lines: Sequence[str]) -> str | None:
     for number in range(len(bare) - 1, -1, -1):
         if _RAISED.match(bare[number]) and not _SECONDHAND.search(bare[number]):
             rest = bare[number + 1 :]
-            end = next(
-                (place for place, line in enumerate(rest) if not line.startswith("  ")), len(rest)
-            )
-            details = [
-                line
-                for line in rest[:end]
-                if not line.lstrip().startswith(("File ", "For further"))
-            ]
-            return "\n".join([bare[number], *details])[:_MOST_CHARS]
+            details = [*takewhile(lambda line: line.startswith("  "), rest)]
+            hidden = ("File ", "For further")
+            shown = [line for line in details if not line.lstrip().startswith(hidden)]
+            return "\n".join([bare[number], *shown])[:_MOST_CHARS]
     return None
 
 

@@ -27,11 +27,10 @@ from tasks.serve_model.command import (
     SOCKETS_VARIABLE,
     base_url,
     choose_port,
+    on_this_device,
     serve_command,
     serve_environment,
     shell_line,
-    with_fast_dtype,
-    without_chunked_prefill,
 )
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
 
@@ -67,7 +66,7 @@ def serve_model(
     ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = without_chunked_prefill(with_fast_dtype(settings))
+    settings = on_this_device(settings)
     deadline = time.monotonic() + settings.startup_seconds
     api_key = secrets.token_urlsafe(24)
     add_secret(api_key)
@@ -98,7 +97,7 @@ def serve_until_interrupted(
 ) -> NoReturn:
     """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged."""
     require_servable(model_path, settings, environment, key="MODEL")
-    settings = without_chunked_prefill(with_fast_dtype(settings))
+    settings = on_this_device(settings)
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)

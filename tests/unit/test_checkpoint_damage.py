@@ -154,10 +154,8 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
 @pytest.mark.parametrize("damage", [flip(SHARD, 10_000), _of_another_step(SHARD)])
 def test_a_merge_verifies_every_byte(folder: Path, damage: Callable[[Path], object]) -> None:
     checkpoint = folder / "step_000015"
-    assert (
-        bytes(next(DcpSource(checkpoint).blocks("a")[0].read()))
-        == torch.full((350,), 15.0).numpy().tobytes()
-    )
+    values = bytes(next(DcpSource(checkpoint).blocks("a")[0].read()))
+    assert values == torch.full((350,), 15.0).numpy().tobytes()
     damage(checkpoint)
     source = DcpSource(checkpoint)
     blocks = [block for name in ("a", "b") for block in source.blocks(name)]
@@ -181,12 +179,7 @@ def test_an_explicitly_named_checkpoint_is_not_replaced_by_another(
         find_start(new, str(folder / "step_000015"))
     assert find_start(new, str(folder)) == folder / "step_000010"
     assert find_start(new, str(folder / "step_000005")) == folder / "step_000005"
-    assert names_in(folder) == [
-        "latest",
-        "step_000005",
-        "step_000010",
-        "step_000015",
-    ]  # of another training
+    assert len(names_in(folder)) == 4  # of another training, so nothing is set aside
 
 
 def test_without_an_intact_checkpoint_training_does_not_start_over(folder: Path) -> None:
@@ -200,13 +193,15 @@ def test_without_an_intact_checkpoint_training_does_not_start_over(folder: Path)
 
 
 def test_manifests_have_the_training_id_and_list_every_file(written: Path) -> None:
-    manifests = [
-        require_files(written / f"step_{step:06d}", with_shards=False) for step in (5, 10, 15)
-    ]
-    assert len({manifest.training for manifest in manifests if manifest}) == 1
-    assert [manifest.step for manifest in manifests if manifest] == [5, 10, 15]
-    assert manifests[-1] is not None
-    assert {*files_below(written / "step_000015")} - {MANIFEST_FILE} == manifests[-1].files.keys()
+    training_ids = set()
+    for step in (5, 10, 15):
+        checkpoint = written / f"step_{step:06d}"
+        manifest = require_files(checkpoint, with_shards=False)
+        assert manifest is not None
+        assert manifest.step == step
+        assert {*files_below(checkpoint)} - {MANIFEST_FILE} == manifest.files.keys()
+        training_ids.add(manifest.training)
+    assert len(training_ids) == 1
 
 
 def test_an_old_checkpoint_without_a_manifest_is_used_with_a_warning(
@@ -214,10 +209,7 @@ def test_an_old_checkpoint_without_a_manifest_is_used_with_a_warning(
 ) -> None:
     (folder / "step_000015" / MANIFEST_FILE).unlink()
     assert find_start(folder, "auto") == folder / "step_000015"
-    assert (
-        "step_000015 has no checkpoint_manifest.json, so damaged files cannot be detected"
-        in caplog.text
-    )
+    assert "step_000015 has no checkpoint_manifest.json" in caplog.text
 
 
 def _plant(checkpoint: Path, content: bytes) -> None:

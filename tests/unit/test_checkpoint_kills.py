@@ -150,10 +150,8 @@ def _continue(folder: Path, model_path: Path) -> None:
     next_step = 20 if latest is None else int(latest.name.removeprefix("step_")) + 5
     older = {path.name for path in checkpoint_folders(folder)} - {"step_000010"}
     write(make_writer(folder, model_path, **KEEP), STATES[next_step])
-    kept = {"latest", f"step_{next_step:06d}"} | (
-        older - {"step_000015"} if next_step == 25 else older
-    )
-    assert set(names_in(folder)) == kept
+    removed = {"step_000015"} if next_step == 25 else set()
+    assert set(names_in(folder)) == {"latest", f"step_{next_step:06d}"} | older - removed
     _assert_all_complete(folder)
 
 
@@ -213,11 +211,8 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(
         else:  # only the removal of step 10 failed
             assert steps[-1] == 20
         seen.add((bool(message), steps[-1]))
-    assert seen == {
-        (True, 15),
-        (True, 20),
-        (False, 20),
-    }  # (True, 20): failed after `latest` was written
+    # (True, 20): failed after `latest` was written
+    assert seen == {(True, 15), (True, 20), (False, 20)}
 
 
 def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(
@@ -234,12 +229,8 @@ def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(
     for folder, _, _ in _failures(before, model_path, move_aside, Killed()):
         move_aside(folder, model_path)
         assert names_in(folder / "checkpoints") == []
-        found = [
-            path
-            for path in folder.rglob("*")
-            if path.name in ("metrics.jsonl", "latest", "step_000010")
-        ]
-        assert len(found) == 3
+        kept = ("metrics.jsonl", "latest", "step_000010")
+        assert len([path for path in folder.rglob("*") if path.name in kept]) == 3
         (latest,) = folder.rglob("step_000015")
         assert_complete(latest, STATES[15])
         num_kills += 1

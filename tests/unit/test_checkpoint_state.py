@@ -38,9 +38,8 @@ def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
     state = make_state(20)
     odd = [math.inf, -math.inf, math.nan]
     state.surplus[0].rollouts[0].rollout_log_probs[:] = odd
-    read = read_state(
-        write_state(tmp_path, replace(state, metrics=dict(zip("abc", odd, strict=True))))
-    )
+    state = replace(state, metrics=dict(zip("abc", odd, strict=True)))
+    read = read_state(write_state(tmp_path, state))
     for values in (read.surplus[0].rollouts[0].rollout_log_probs, list(read.metrics.values())):
         assert values[:2] == odd[:2]
         assert math.isnan(values[2])
@@ -57,11 +56,7 @@ def test_step_and_metrics_are_read_without_the_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *(
-            (name, text)
-            for name in (STATE_FILE, GROUPS_FILE)
-            for text in ("", '{"step": 5', "[]", '"text"')
-        ),
+        *((name, text) for name in (STATE_FILE, GROUPS_FILE) for text in ('{"step": 5', "[]")),
         *((STATE_FILE, damage) for damage in ("lacking", "unknown")),
         *((GROUPS_FILE, damage) for damage in ("surplus", "unfinished", "absent")),
     ],
@@ -120,10 +115,7 @@ def test_folders_are_ordered_by_step_and_other_names_do_not_count(tmp_path: Path
 @pytest.mark.parametrize(
     ("latest", "expected"),
     [
-        (
-            "step_000010\n",
-            "step_000010",
-        ),  # the writer of step 15 was killed before it updated `latest`
+        ("step_000010\n", "step_000010"),  # the writer of step 15 was killed before it wrote this
         ("step_000015\n", "step_000015"),
         (None, "step_000015"),
         ("step_000020\n", "step_000015"),  # removed by hand

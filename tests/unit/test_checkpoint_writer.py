@@ -133,12 +133,8 @@ def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_pa
 def test_a_lower_keep_last_frees_space_before_the_next_checkpoint(
     folder: Path, model_path: Path
 ) -> None:
-    write(
-        make_writer(folder, model_path, keep_last=3),
-        make_state(5, 0.9),
-        make_state(10, 0.1),
-        make_state(15),
-    )
+    writer = make_writer(folder, model_path, keep_last=3)
+    write(writer, make_state(5, 0.9), make_state(10, 0.1), make_state(15))
     # and keep_best=0, so step 5 is removed as well
     writer = make_writer(folder, model_path, keep_last=1)
     writer.begin(make_state(20))

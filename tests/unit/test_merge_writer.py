@@ -102,11 +102,8 @@ def write(
     files = plan_files(output_tensors(source, dtype, set()), max_shard_bytes)
     with ModelWriter(folder, files, source) as writer:
         digests = writer.write([], None)
-        return (
-            files,
-            digests,
-            {name: digest_of(parts) for name, parts in writer.parts(digests).items()},
-        )
+        by_file = {name: digest_of(parts) for name, parts in writer.parts(digests).items()}
+    return files, digests, by_file
 
 
 @pytest.mark.parametrize(

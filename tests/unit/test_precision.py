@@ -14,7 +14,7 @@ from dapo_core.model import precision
 from dapo_core.model.precision import with_cpu_dtypes, with_model_dtypes
 from tasks.config.serve import ServeConfig
 from tasks.serve_model import command
-from tasks.serve_model.command import with_fast_dtype
+from tasks.serve_model.command import on_this_device
 from tests.tiny_models import build_tiny_qwen3
 
 
@@ -72,5 +72,5 @@ def test_auto_serves_in_float32_only_where_bfloat16_is_slow(
 ) -> None:
     monkeypatch.setattr(command, "vllm_device", lambda: device.device_for(kind))
     monkeypatch.setattr(command, "cpu_multiplies_bfloat16", lambda: has_instructions)
-    assert with_fast_dtype(ServeConfig()).dtype == dtype
-    assert with_fast_dtype(ServeConfig(dtype="float16")).dtype == "float16"
+    assert on_this_device(ServeConfig()).dtype == dtype
+    assert on_this_device(ServeConfig(dtype="float16")).dtype == "float16"

@@ -63,12 +63,8 @@ def test_which_answer_in_the_response_counts(
         (score_math(response, "19"), verdict),
         (score_math_as_verl(response, "19"), verdict_in_verl),
     ):
-        is_right = expected == "right"
-        assert (score.verdict, score.value, score.acc) == (
-            expected,
-            1.0 if is_right else -1.0,
-            is_right,
-        )
+        value = 1.0 if expected == "right" else -1.0
+        assert (score.verdict, score.value, score.acc) == (expected, value, value > 0)
         assert score.answer == {"right": "19", "wrong": "18", "no_answer": None}[expected]
 
 
@@ -95,9 +91,8 @@ def test_math_dapo_matches_verls_rule_exactly_in_compat_mode() -> None:
 def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> None:
     overlong = OverlongConfig(buffer_tokens=20, penalty_factor=2.0)
     assert overlong_penalty(num_tokens, 100, overlong) == pytest.approx(penalty, abs=1e-12)
-    assert overlong_penalty(num_tokens, 100, overlong, is_clamped=False) == pytest.approx(
-        in_verl, abs=1e-12
-    )
+    unclamped = overlong_penalty(num_tokens, 100, overlong, is_clamped=False)
+    assert unclamped == pytest.approx(in_verl, abs=1e-12)
     assert overlong_penalty(num_tokens, 100, overlong.model_copy(update={"enabled": False})) == 0.0
 
 
@@ -183,18 +178,12 @@ def test_gsm8k(response: str, verdict: str, answer: str | None) -> None:
         ("<think>...</think> \\boxed{13}", 0.1, "wrong"),
         ("so \\boxed{13}", 0.0, "wrong"),
         ("<think>13.5</think> 13.5", 0.0, "no_answer"),
-        (
-            "<think>\\boxed{13.5}</think>",
-            0.9,
-            "right",
-        ),  # for the format, the box must follow the thinking
+        # for the format, the box must follow the thinking
+        ("<think>\\boxed{13.5}</think>", 0.9, "right"),
         (" <think></think>\\boxed{13.5}", 0.9, "right"),  # and <think> must start the response
         ("<think></think>\\boxed{13} \\boxed{13.5}", 1.0, "right"),
-        (
-            "<think></think>\\boxed{a} \\boxed{13.5",
-            0.1,
-            "no_answer",
-        ),  # the last box counts, but is never closed
+        # the last box counts, but is never closed
+        ("<think></think>\\boxed{a} \\boxed{13.5", 0.1, "no_answer"),
         ("<think></think>\\boxed{\\frac{27}{2}}", 1.0, "right"),  # the same value
         ("<think></think>\\boxed{ }", 0.1, "no_answer"),
         ("<think></think>\\boxed{9^{9^{9^9}}}", 0.1, "wrong"),  # not evaluated
@@ -235,29 +224,18 @@ def test_a_response_is_rewarded_exactly_if_the_evaluation_counts_it_as_right(
 def test_geo3k_compares_latex_values_and_checks_the_format_in_linear_time() -> None:
     root = "5 \\sqrt { 2 }"
     answers = ("5\\sqrt{2}", "\\sqrt{50}", "\\sqrt{51}", "{{{")
-    assert [score_geo3k(f"\\boxed{{{answer}}}", root).acc for answer in answers] == [
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-    ]
+    found = [score_geo3k(f"\\boxed{{{answer}}}", root).acc for answer in answers]
+    assert found == [1.0, 1.0, 0.0, 0.0]
     started = time.process_time()
     assert not has_geo3k_format("<think>" + "</think>\\boxed{" * 10_000)
     assert time.process_time() - started < 0.5
 
 
 def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
-    answers = {
-        "math_dapo": "Answer: 34",
-        "exact": "\\boxed{34}",
-        "gsm8k": "#### 34",
-    }
+    answers = {"math_dapo": "Answer: 34", "exact": "\\boxed{34}", "gsm8k": "#### 34"}
+    starts = ("<think>{}", "{}</think>It is hard.", "<think>a</think>b<think>{}")
     for name, answer in answers.items():
-        for response in (
-            f"<think>{answer}",
-            f"{answer}</think>It is hard.",
-            f"<think>a</think>b<think>{answer}",
-        ):
+        for response in (start.format(answer) for start in starts):
             assert SCORERS[name](response, "34").verdict == "no_answer", (name, response)
         assert SCORERS[name](f"<think>Answer: 35 #### 35</think>{answer}", "34").verdict == "right"
     for name in ("math_dapo", "gsm8k"):
@@ -266,21 +244,12 @@ def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
 
 def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
-    known = {
-        "arithmetic": "exact",
-        "openai/gsm8k": "gsm8k",
-        "cflue": "choice",
-        "math": "exact",
-    }
+    known = {"arithmetic": "exact", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "exact"}
     assert known.items() <= routes().items()
     assert not DATA_SOURCES.keys() & SETS.keys()
     table = routes(("DAPO-17k=math_dapo", "a=b=choice", " cflue = gsm8k "))
-    assert {
-        **known,
-        "DAPO-17k": "math_dapo",
-        "a=b": "choice",
-        "cflue": "gsm8k",
-    }.items() <= table.items()
+    added = {"DAPO-17k": "math_dapo", "a=b": "choice", "cflue": "gsm8k"}
+    assert {**known, **added}.items() <= table.items()
 
 
 @pytest.mark.parametrize(

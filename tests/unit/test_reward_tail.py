@@ -129,17 +129,10 @@ def test_the_answer_follows_thinking_that_the_prompt_may_open() -> None:
 
     opened = "What is 1 + 1?<think>"
     assert answer("It is 2.") == "It is 2."
-    assert (
-        answer("<think>3? No.</think>It is 2.")
-        == answer("3? No.</think>It is 2.", opened)
-        == "It is 2."
-    )
-    assert (
-        answer("<think>It is 3.")
-        == answer("It is 3.", opened)
-        == answer("</think>2<think>It is")
-        == ""
-    )
+    assert answer("<think>3? No.</think>It is 2.") == "It is 2."
+    assert answer("3? No.</think>It is 2.", opened) == "It is 2."
+    assert answer("<think>It is 3.") == answer("It is 3.", opened) == ""
+    assert answer("</think>2<think>It is") == ""
     assert answer("It is 2.", f"{opened}</think>") == "It is 2.", "the template closes the thinking"
     assert answer("a</think>b</think>It is 2.", opened) == "It is 2."
     plain = TailDecoder(tiny_tokenizer())

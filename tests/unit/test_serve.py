@@ -24,11 +24,11 @@ from tasks.serve_model.checks import longest_sequence, require_positions, requir
 from tasks.serve_model.command import (
     base_url,
     choose_port,
+    on_this_device,
     serve_command,
     serve_environment,
     shell_line,
     vllm_device,
-    without_chunked_prefill,
 )
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
@@ -88,7 +88,7 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
 ) -> None:
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     settings = ServeConfig(max_model_len=9000, extra_args=("--enable-chunked-prefill",))
-    words = without_chunked_prefill(settings).extra_args
+    words = on_this_device(settings).extra_args
     assert words == (
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
         *settings.extra_args,
@@ -123,10 +123,8 @@ def test_an_unavailable_port_names_the_key() -> None:
             ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"
         ):
             choose_port(ServeConfig(port=port))
-    for host in (
-        "192.0.2.77",
-        "2001:db8::7",
-    ):  # TEST-NET-1 and the documentation prefix: no machine has them
+    # TEST-NET-1 and the documentation prefix: no machine has them
+    for host in ("192.0.2.77", "2001:db8::7"):
         with pytest.raises(
             ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"
         ):
@@ -195,27 +193,9 @@ def test_the_device_matches_the_installed_vllm() -> None:
         ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": 8192, "model_max_length": 131_072}, 131_072),
         ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 4096}}, 4096),
-        (
-            {
-                "max_position_embeddings": 4096,
-                "rope_parameters": {"rope_type": "default", "factor": None},
-            },
-            4096,
-        ),
-        (
-            {"max_position_embeddings": 32_768, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            131_072,
-        ),
-        (
-            {
-                "max_position_embeddings": 4096,
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "linear", "factor": 8.0},
-                    "sliding_attention": {"rope_type": "default"},
-                },
-            },
-            32_768,
-        ),
+        ({"n_positions": 4096, "rope_parameters": {"type": "default", "factor": None}}, 4096),
+        ({"n_positions": 32_768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
+        ({"n_positions": 4096, "rope_parameters": {"full": {"factor": 8.0}, "other": {}}}, 32_768),
     ],
 )
 def test_the_longest_sequence_includes_rope_scaling(
@@ -255,7 +235,7 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
         ),
         ("model.safetensors.index.json", INDEX, r"lacks 1 of the 2 files .*model-2\.safetensors"),
         ("tokenizer.json", None, r"lacks a tokenizer"),
-        ("config.json", "", r"config\.json is not JSON"),
+        ("config.json", "", r"config\.json cannot be read"),
     ],
 )
 def test_an_incomplete_model_folder_is_refused(
@@ -344,7 +324,5 @@ def test_a_killed_vllm_process_is_named() -> None:
     assert "set serve.dtype=float32" in said
     # it raised, and said what
     assert death_of_process([line.replace("-4", "1") for line in lines]) is None
-    assert (
-        death_of_process(["RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"])
-        is not None
-    )
+    killed = "RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"
+    assert death_of_process([killed]) is not None

@@ -50,11 +50,8 @@ PUBLISHED: dict[str, Any] = {
         "micro_batch_tokens": 5632,
     },
 }
-SECONDS = {
-    GENERATE: 1315.25 - 8.66,
-    ANCHOR: 116.21,
-    UPDATE: 303.92,
-}  # 8.66 s of generation are weight sync
+# 8.66 s of generation are weight sync
+SECONDS = {GENERATE: 1315.25 - 8.66, ANCHOR: 116.21, UPDATE: 303.92}
 STEP_SECONDS = 1738.03
 
 
@@ -62,6 +59,15 @@ def shape(name: str) -> ModelShape:
     published = published_config(name)
     assert published is not None
     return shape_of(published)
+
+
+def changed(section: str, **keys: object) -> TrainingConfig:
+    return TrainingConfig.model_validate({**PUBLISHED, section: {**PUBLISHED[section], **keys}})
+
+
+def seconds_of(config: TrainingConfig, phase: str) -> float:
+    lengths = assumed_lengths(TrainingConfig.model_validate(PUBLISHED))
+    return step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[phase]
 
 
 def test_the_published_log_is_reproduced_from_its_settings() -> None:
@@ -76,19 +82,12 @@ def test_the_published_log_is_reproduced_from_its_settings() -> None:
 
 
 def test_update_time_grows_with_the_number_of_passes() -> None:
-    one, two = (
-        TrainingConfig.model_validate(
-            {**PUBLISHED, "train": {**PUBLISHED["train"], "passes": passes}}
-        )
-        for passes in (1, 2)
-    )
+    configs = (changed("train", passes=passes) for passes in (1, 2))
     once, twice = (
-        step_time(config, shape("Qwen3-32B"), A3, assumed_lengths(config)) for config in (one, two)
+        step_time(config, shape("Qwen3-32B"), A3, assumed_lengths(config)) for config in configs
     )
-    assert twice.seconds == {
-        **once.seconds,
-        UPDATE: 2 * once.seconds[UPDATE],
-    }  # 2 mini-batches need an anchor anyway
+    # 2 mini-batches need an anchor anyway
+    assert twice.seconds == {**once.seconds, UPDATE: 2 * once.seconds[UPDATE]}
     assert twice.update_flops == 2 * once.update_flops
 
 
@@ -108,38 +107,22 @@ def test_response_quantiles_have_the_given_mean_and_published_truncation() -> No
 
 
 def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
-    settings = {**PUBLISHED, "rollout": {**PUBLISHED["rollout"], "max_num_seqs": 8}}
-    narrow = TrainingConfig.model_validate(settings)
-    wide = TrainingConfig.model_validate(PUBLISHED)
-    lengths = assumed_lengths(wide)
-    wave, whole = (
-        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
-        for config in (narrow, wide)
-    )
+    narrow = changed("rollout", max_num_seqs=8)
+    wave = seconds_of(narrow, GENERATE)
+    whole = seconds_of(TrainingConfig.model_validate(PUBLISHED), GENERATE)
     # 64 sequences with a mean of 0.36 of the longest, in 8 slots: 2.9 times the steps, plus the
     # tails
     assert 2.5 < wave / whole < 4
-    ahead = TrainingConfig.model_validate(
-        {**settings, "sampler": {"dynamic": False, "gen_prompts": 192}}
-    )
-    assert step_time(ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] < 0.95 * wave
-    wide_ahead = TrainingConfig.model_validate(
-        {**PUBLISHED, "sampler": {"dynamic": False, "gen_prompts": 192}}
-    )
-    half = step_time(wide_ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
+    ahead = changed("sampler", gen_prompts=192, max_staleness=2)
+    assert seconds_of(ahead.model_copy(update={"rollout": narrow.rollout}), GENERATE) < 0.95 * wave
+    half = seconds_of(ahead, GENERATE)
     assert 0.4 * whole < half < 0.6 * whole  # a response of maximum length spreads over two steps
 
 
 def test_small_micro_batches_are_limited_by_communication() -> None:
-    train = {**PUBLISHED["train"], "sequence_parallel": 1, "micro_batch_tokens": 22528}
-    long = TrainingConfig.model_validate({**PUBLISHED, "train": train})
-    short = TrainingConfig.model_validate(
-        {**PUBLISHED, "train": {**train, "micro_batch_tokens": 282}}
-    )
-    lengths = assumed_lengths(long)
     seconds = [
-        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE]
-        for config in (long, short)
+        seconds_of(changed("train", sequence_parallel=1, micro_batch_tokens=tokens), UPDATE)
+        for tokens in (22528, 282)
     ]
     assert seconds[0] == pytest.approx(361, rel=0.05)  # 2.35e18 operations on 64 x 364e12 x 0.28
     # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at
@@ -155,10 +138,8 @@ def test_a_run_calibrates_lengths_and_phases() -> None:
             "train": {"mini_prompts": 32},
         }
     )
-    machine, small = (
-        Machine(cpu_rates(1), cpu_rates(2), None),
-        replace(shape("Qwen3-0.6B"), is_tied=True),
-    )
+    machine = Machine(cpu_rates(1), cpu_rates(2), None)
+    small = replace(shape("Qwen3-0.6B"), is_tied=True)
     truth = Lengths(30.0, 20.0, 64, 0.8)
     one = step_time(config, small, machine, truth)
     number = config.train.train_prompts * config.rollout.group_size
