@@ -119,7 +119,7 @@ def _off(when: str | Mapping[str, str], config: ForeignConfig) -> str:
     if isinstance(when, str):
         return "" if config[when] else f"{when} is {'not set' if config[when] is None else 'off'}"
     [(key, value)] = when.items()
-    return "" if config[key] == value else f"{key} is not {value}"
+    return "" if config[key] == value else f"{key} is {config[key]}"
 
 
 def _converted(row: Row, name: str, value: Any, config: ForeignConfig) -> Outcome:

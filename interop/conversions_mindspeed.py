@@ -22,6 +22,7 @@ __all__ = ["as_list", "at_least_0"]
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
 _ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
+NO_REFERENCE = "MindSpeed's DAPO has no reference"
 _TRACKERS = ("tensorboard", "wandb", "swanlab")
 
 
@@ -79,7 +80,7 @@ def ms_data_path(value: Any, config: ForeignConfig) -> Any:
 
 def ms_stage(value: Any, config: ForeignConfig) -> Outcome:
     if value == "ray_dapo":
-        return taken("MindSpeed's DAPO has no reference", algorithm__kl__place="off")
+        return taken(NO_REFERENCE, algorithm__kl__place="off")
     if value == "ray_grpo":
         return default(f"{RL}.init_kl_coef and {RL}.use_kl_in_reward apply")
     return unsupported("only DAPO (ray_dapo) and GRPO (ray_grpo) are supported")
@@ -90,7 +91,7 @@ def _with_reference(convert: Callable[[Any, ForeignConfig], Any]) -> Callable[..
 
     def converted(value: Any, config: ForeignConfig) -> Any:
         if _is_dapo(config):
-            return meaningless("MindSpeed's DAPO has no reference")
+            return meaningless(NO_REFERENCE)
         return convert(value, config)
 
     return converted
@@ -99,7 +100,7 @@ def _with_reference(convert: Callable[[Any, ForeignConfig], Any]) -> Callable[..
 def ms_kl_in_reward(value: Any, config: ForeignConfig) -> Any:
     if not value:
         return default(f"{RL}.init_kl_coef applies")
-    return _with_reference(lambda value, config: "reward")(value, config)
+    return meaningless(NO_REFERENCE) if _is_dapo(config) else "reward"
 
 
 @_with_reference
@@ -124,13 +125,6 @@ def ms_kl_control(value: Any, config: ForeignConfig) -> Any:
         return default("the coefficient is fixed")
     if not config[f"{RL}.use_kl_in_reward"]:
         return unsupported("only KL in the reward can have an adaptive coefficient")
-    return value
-
-
-def ms_clip_ratio(value: Any, config: ForeignConfig) -> Any:
-    if config[f"{RL}.clip_higher_enable"]:
-        note = f"with {RL}.clip_higher_enable, clip_ratio_low and clip_ratio_high apply"
-        return meaningless(note)
     return value
 
 

@@ -6,7 +6,6 @@ defaults.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -16,13 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from flows.config import load_config
 from interop.render.launch import Places
 from interop.render.verl import render
-from tests.verl_wheels import verl_folder
+from tests.verl_wheels import folder_with, verl_folder
 
 # What verl's configuration code imports that this project does not install.
 BESIDE = (
@@ -47,51 +45,14 @@ PLACES = Places(
         for name in ("", "model", "train.parquet", "eval.parquet", "checkpoints")
     )
 )
-OF_A_GPU = (
-    "train.device=cuda",
-    "rollout.engine=vllm",
-    "rollout.dtype=auto",
-)  # of recipes for a CPU
+# Changes of recipes for a CPU.
+OF_A_GPU = ("train.device=cuda", "rollout.engine=vllm", "rollout.dtype=auto")
 CHECK = Path(__file__).with_name("verl_check.py")
 
 
 def folder_beside() -> Path:
-    """A folder with what verl's code needs, installed once a machine; skips the test without a
-    package index.
-    """
-    folder = Path(tempfile.gettempdir()) / f"dapo-tests-beside-verl-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".installed").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-            ]
-            done = subprocess.run(
-                [
-                    *command,
-                    "--disable-pip-version-check",
-                    "--upgrade",
-                    "--target",
-                    str(folder),
-                    *BESIDE,
-                ],
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            if done.returncode:
-                pytest.skip(
-                    f"pip cannot install {', '.join(BESIDE)} here: {done.stderr.strip()[-300:]}"
-                )
-            (folder / ".installed").touch()
-    return folder
+    """A folder with what verl's code needs."""
+    return folder_with("beside-verl", *BESIDE)
 
 
 def checked_by_verl(

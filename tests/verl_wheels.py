@@ -1,49 +1,44 @@
-"""verl's published wheels, to compare with its own code; fetched once by pip, never installed."""
+"""Published packages to compare with, such as verl, installed once a machine."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
 
 def verl_folder(version: str) -> Path:
-    """A folder with verl as published; skips the test when the package index cannot be reached.
+    """A folder with verl as published; skips the test without a package index."""
+    return folder_with(f"verl-{version}", f"verl=={version}")
 
-    It is fetched once a machine. Its code is run, so the folder is this user's own.
+
+def folder_with(name: str, *requirements: str) -> Path:
+    """A folder with these packages only; skips the test without a package index.
+
+    Their code is run, so the folder is this user's own.
     """
-    own = Path(tempfile.gettempdir()) / f"dapo-tests-verl-{os.getuid()}"
+    own = Path(tempfile.gettempdir()) / f"dapo-tests-packages-{os.getuid()}"
     own.mkdir(mode=0o700, exist_ok=True)
     assert own.stat().st_uid == os.getuid(), f"{own} is another user's: its code would run"
-    folder = own / version
-    if not (folder / "verl").is_dir():
-        with tempfile.TemporaryDirectory(dir=own) as partial:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--dest",
-                partial,
-            ]
-            fetched = subprocess.run(
-                [*command, f"verl=={version}"], capture_output=True, text=True, timeout=120
+    folder = own / name
+    with (own / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / ".installed").exists():
+            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
+            options += ["--no-build-isolation", "--target", str(folder)]
+            done = subprocess.run(
+                [sys.executable, "-m", "pip", "install", *options, *requirements],
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
-            if fetched.returncode:
-                pytest.skip(
-                    f"verl {version} cannot be fetched: {fetched.stderr.strip().splitlines()[-1]}"
-                )
-            (wheel,) = Path(partial).glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(Path(partial) / "sources")
-            try:
-                (Path(partial) / "sources").rename(folder)
-            except OSError:  # another test process was faster
-                assert (folder / "verl").is_dir()
+            if done.returncode:
+                why = done.stderr.strip()[-300:]
+                pytest.skip(f"pip cannot install {', '.join(requirements)} here: {why}")
+            (folder / ".installed").touch()
     return folder

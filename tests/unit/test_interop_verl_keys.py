@@ -20,8 +20,9 @@ pytestmark = pytest.mark.slow  # two wheels from the package registry
 # Keys that the DAPO recipe and free sections add to the default configuration.
 ADDED = re.compile(
     r"data\.gen_batch_size|algorithm\.filter_groups\..*|reward_model\.overlong_buffer\..*"
-    r"|(reward|reward_model)\.reward_kwargs\..*|(reward\.)?custom_reward_function\.reward_kwargs\.\*"
-    r"|actor_rollout_ref\.(rollout\.engine_kwargs\.vllm\.\*|rollout\.limit_images|ref\.model\.(\*|path)"
+    r"|(reward|reward_model)\.reward_kwargs\..*"
+    r"|(reward\.)?custom_reward_function\.reward_kwargs\.\*"
+    r"|actor_rollout_ref\.(rollout\.(engine_kwargs\.vllm\.\*|limit_images)|ref\.model\.(\*|path)"
     r"|model\.override_config\.(attention_dropout|embd_pdrop|resid_pdrop)"
     r"|actor\.optim\.override_optimizer_config\.eps)|model_engine|hydra\.(run\.dir|output_subdir)"
 )
