@@ -36,7 +36,7 @@ class Launch:
 
 
 def override(key: str, value: Any, is_added: bool = False) -> str:
-    """Return `key=value`, or `++key=value` for a key that the default configuration may not have."""
+    """Return `key=value`, or `++key=value` for a key that the defaults may not have."""
     return f"{'++' * is_added}{key}={spelt(value)}"
 
 

@@ -1,4 +1,4 @@
-"""Render MindSpeed-RL's and MindSpeed-MM's YAML, checked against their classes, and their command."""
+"""Render MindSpeed's YAML, checked against its classes, and its command."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _environment_settings(
 
 
 def _typed(setting: Setting) -> Setting:
-    """Convert a number to the type that MindSpeed's classes declare, if the value stays the same."""
+    """Convert a number to the type that MindSpeed's classes declare, if its value stays."""
     kind, _ = key_list().get(setting.key, ("", None))
     value = setting.value
     if kind == "int" and isinstance(value, float) and value.is_integer():
@@ -332,7 +332,8 @@ def _impossible(values: Mapping[str, Any]) -> Iterator[str]:
     ]
     layout = sizes[0] * sizes[1] * sizes[2]
     if devices % layout:
-        yield f"rl_config.actor_resource.num_npus={devices} is not a multiple of the {layout} devices per replica"
+        per_replica = f"the {layout} devices per replica"
+        yield f"rl_config.actor_resource.num_npus={devices} is not a multiple of {per_replica}"
         return
     if values["generate_config.max_model_len"] < values["megatron_training.seq_length"]:
         yield "generate_config.max_model_len is below megatron_training.seq_length"
@@ -350,7 +351,8 @@ def _impossible(values: Mapping[str, Any]) -> Iterator[str]:
     for key, kinds in batches.items():
         for kind in kinds:
             if values[key] % groups[kind]:
-                yield f"{key}={values[key]} is not a multiple of its {groups[kind]} data-parallel {kind}"
+                number = f"{groups[kind]} data-parallel {kind}"
+                yield f"{key}={values[key]} is not a multiple of its {number}"
 
 
 def _text(content: Mapping[str, Any]) -> str:
@@ -380,7 +382,7 @@ def key_list() -> dict[str, tuple[str, Any]]:
 
 
 def wrong_values(tree: Mapping[str, Any]) -> list[str]:
-    """List what MindSpeed's classes reject in a rendered configuration: unknown names, wrong types."""
+    """List what MindSpeed's classes reject in a configuration: unknown names, wrong types."""
     wrong = []
     for key, value in _leaves(tree):
         known = key_list().get(key)
