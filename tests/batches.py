@@ -25,9 +25,7 @@ def make_group(
     policy_version: int = 0,
     seed: int = 0,
 ) -> Group:
-    """A group whose rollouts have the given scores (above 0: right) and lengths; tokens are random
-    in [5, 200).
-    """
+    """A group with the given scores (above 0: right) and lengths; random tokens in [5, 200)."""
     draw = random.Random(f"{seed}/{index}")
     lengths = (
         [num_response_tokens] * len(rewards)

@@ -60,9 +60,7 @@ def write_parquet(rows: list[Row], path: Path) -> None:
 
 
 def build_world(folder: Path) -> World:
-    """Problems of the easiest level, and a model after a few supervised steps: it gets nothing
-    right.
-    """
+    """The easiest problems, and a model after a few supervised steps: it gets nothing right."""
     rows = generate_problems(NUM_PROBLEMS, 1, 1, seed=0)[0]
     write_parquet(rows, folder / "train.parquet")
     recipe = WarmStartConfig(hidden_size=32, num_heads=2, num_steps=20, batch_size=8)

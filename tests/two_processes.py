@@ -59,7 +59,7 @@ def engine_of_two_processes(
         )
         yield engine
         engine.close()
-        child.join(30)
+        child.join(300)
         assert child.exitcode == 0
     finally:
         child.kill()

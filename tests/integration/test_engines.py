@@ -12,25 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response
+from dapo_core.engines.base import Engine, GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.model.sampling import GREEDY, Sampling
+from tests.tiny_models import tiny_engine_settings
 from tests.two_processes import engine_of_two_processes
 
 MAX_RESPONSE_TOKENS = 24
 MAX_MODEL_TOKENS = 96
-SETTINGS = EngineSettings(
-    dtype="float32",
+SETTINGS = replace(
+    tiny_engine_settings(),
     max_model_tokens=MAX_MODEL_TOKENS,
     max_response_tokens=MAX_RESPONSE_TOKENS,
     max_num_seqs=16,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
     memory_bytes=64 * 1024**2,
-    memory_utilization=0.5,
-    threads=1,  # more only add contention on a model this small
 )
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
@@ -63,10 +59,8 @@ def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
     assert shared_engine.num_unfinished() == 0
-    parts = {
-        name: getattr(shared_engine.settings, name)
-        for name in ("tensor_parallel", "pipeline_parallel")
-    }
+    used = shared_engine.settings
+    parts = {"tensor_parallel": used.tensor_parallel, "pipeline_parallel": used.pipeline_parallel}
     shared_engine.settings = replace(SETTINGS, **parts)
     shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
 
@@ -107,6 +101,10 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response
     responses = finish(engine)
     assert set(responses) == {request.request_id for request in requests}
     return responses
+
+
+def tokens_of(responses: dict[str, Response]) -> dict[str, list[int]]:
+    return {name: response.response_ids for name, response in responses.items()}
 
 
 def reference_log_probs(
@@ -170,10 +168,8 @@ def test_log_probs_equal_a_plain_forward_pass(engine, model_path):
         (list(range(10, 60)), list(range(90, 110))),
         (whole[:70], whole[70:]),
     ]
-    for (prompt_ids, response_ids), given in zip(
-        sequences, engine.log_probs(sequences), strict=True
-    ):
-        require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
+    for sequence, given in zip(sequences, engine.log_probs(sequences), strict=True):
+        require_equal(given, reference_log_probs(model, *sequence))
 
 
 def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
@@ -189,9 +185,7 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
-    """4000 first tokens: the ten most likely are each within 4.5 standard deviations of their
-    probability.
-    """
+    """The ten most likely first tokens, each within 4.5 standard deviations of 4000 samples."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
     prompt_ids = [5, 6, 7, 8]
     with torch.no_grad():
@@ -220,9 +214,7 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
     mixed = run(
         engine, [greedy[i // 4] if i % 4 == 0 else request for i, request in enumerate(requests)]
     )
-    assert {name: mixed[name].response_ids for name in alone} == {
-        name: response.response_ids for name, response in alone.items()
-    }
+    assert tokens_of(mixed) == tokens_of(alone)
     for request in greedy:
         response, prompt_ids = mixed[request.request_id], torch.tensor([request.prompt_ids])
         expected = model.generate(
@@ -238,12 +230,8 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
     engine.settings = SETTINGS
-    overridden = run(
-        engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy
-    )
-    assert {name: response.response_ids for name, response in overridden.items()} == {
-        name: response.response_ids for name, response in alone.items()
-    }, "a request's sampling overrides the engine's"
+    own = [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled]
+    assert tokens_of(run(engine, own + greedy)) == tokens_of(alone)  # overrides the engine's
 
 
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
@@ -262,18 +250,14 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
     for request in requests:
         response = after[request.request_id]
         old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
-        require_equal(
-            response.rollout_log_probs,
-            reference_log_probs(model, request.prompt_ids, response.response_ids),
-        )
+        new = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        require_equal(response.rollout_log_probs, new)
         assert largest_difference(response.rollout_log_probs, old) > 0.01
     sequences = [
         (request.prompt_ids, before[request.request_id].response_ids) for request in requests
     ]
-    for (prompt_ids, response_ids), given in zip(
-        sequences, engine.log_probs(sequences), strict=True
-    ):
-        require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
+    for sequence, given in zip(sequences, engine.log_probs(sequences), strict=True):
+        require_equal(given, reference_log_probs(model, *sequence))
 
 
 @pytest.mark.parametrize("shared_engine", ["vllm"], indirect=True)
@@ -309,18 +293,14 @@ def test_abort_returns_partial_responses_and_leaves_others_unchanged(engine):
         )
     assert engine.num_unfinished() == 2
     rest = finish(engine)
-    assert {name: rest[name].response_ids for name in rest} == {
-        name: undisturbed[name].response_ids for name in ("2", "3")
-    }
+    assert tokens_of(rest) == {name: undisturbed[name].response_ids for name in ("2", "3")}
     engine.submit(requests[:1])
     assert engine.abort(["0"]) == [Response("0", [], [], "abort")]  # nothing has been computed yet
     assert engine.step() == []
 
 
 def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
-    """Each token's log-prob comes from the weights that sampled it; the length limit counts all
-    tokens.
-    """
+    """Log-probs come from the weights that sampled; the length limit counts all tokens."""
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(16)[8:]
     engine.submit(requests)
@@ -415,6 +395,4 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model
         response = after[request.request_id]
         expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
         assert largest_difference(response.rollout_log_probs, expected) < 1e-4
-    assert [after[name].response_ids for name in after] != [
-        before[name].response_ids for name in after
-    ]
+    assert tokens_of(after) != tokens_of(before)

@@ -131,9 +131,7 @@ def test_offloaded_activations_give_the_same_gradients_bit_for_bit(tmp_path: Pat
 
 
 def _two_updates(rank: int, config: Config) -> Any:
-    """Run two optimizer steps with a checkpoint in between; returns updates, weights and offload
-    policies.
-    """
+    """Return updates, weights and offload policies of two steps with a checkpoint between."""
     policy = Policy(config.model.path or "", config)
     batch = random_batch(num_groups=2, group_size=3)
     shares, _ = split_batch(batch, config.train.num_ranks, 30)
@@ -152,9 +150,7 @@ def _two_updates(rank: int, config: Config) -> Any:
 
 
 def test_offloaded_shards_train_to_the_same_bits(tmp_path: Path) -> None:
-    """On a CPU, results are identical to the bit, and every FSDP unit uses torch's
-    CPUOffloadPolicy.
-    """
+    """Results are identical to the bit, and every FSDP unit uses torch's CPUOffloadPolicy."""
     build_tiny(tmp_path / "model", "qwen3", seed=9)
     train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
     results = {

@@ -111,11 +111,9 @@ def _in_bfloat16_files(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("num_ranks", "fsdp_size", "mesh"),
     [
-        (1, None, (1,)),
         (3, None, (3,)),  # uneven rows; 5 experts as 2 + 2 + 1
         (7, None, (7,)),  # more ranks than experts: empty shards
         (4, 2, (2, 2)),  # two copies of two shards
-        (2, 1, (2, 1)),  # every rank a copy
     ],
 )
 def test_sharding_and_replicas_do_not_change_the_model(

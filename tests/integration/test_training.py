@@ -204,9 +204,7 @@ def test_learning_rate_and_position_follow_the_steps(run: Run) -> None:
 def test_placement_does_not_change_results(
     run: Run, world: World, ray_address: str, tmp_path: Path
 ) -> None:
-    """Sequence parallelism, replicated weights and two colocated engines, instead of two sharded
-    ranks.
-    """
+    """Sequence parallelism, replicas and two colocated engines instead of two sharded ranks."""
     train(
         config_of(
             rollout={"num_workers": 2, **SAMPLING},
@@ -249,9 +247,7 @@ def started_since(before: dict[int, str]) -> Callable[[], bool]:
 def test_a_killed_training_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` restarts a dead rank or worker itself; a command that died, with its raylet or
-    killed, is run again, as its stage does.
-    """
+    """`dapo train` restarts a dead rank or worker; its stage runs a dead command again."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())

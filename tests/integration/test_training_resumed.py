@@ -54,18 +54,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on one rank in this process, validated before training and after
-    each step.
-    """
+    """A training of four steps on one rank, validated before training and after each step."""
 
     output: Path
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
     def hold(self, output: Path, step: int) -> Path:
-        """Make a training wait in the draw after the step; returns a file that appears when it
-        waits.
-        """
+        """Make a training wait in the draw after the step; returns a file that shows it waits."""
         held = self.scorer.with_name("held")
         held.unlink(missing_ok=True)
         text = json.dumps([str(output / METRICS_FILE), step])
@@ -171,9 +167,7 @@ def test_a_finished_training_starts_no_worker(
 def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On two ranks instead of one, at another rate; other changes are refused before anything
-    starts.
-    """
+    """On two ranks instead of one, at another rate; other changes are refused at once."""
     changed: dict[str, Any] = {
         "num_ranks": 2,
         "learning_rate": 1e-2,

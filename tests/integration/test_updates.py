@@ -1,6 +1,4 @@
-"""Passes, AdamW settings, schedules and reference models in real updates, against plain loops and
-resumed.
-"""
+"""Passes, AdamW, schedules and reference models in real updates, against plain loops."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
 def _plain(
     config: Config, batch: Batch, old: torch.Tensor
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed
-    rates.
-    """
+    """Return losses and weights of a plain loop with hand-computed rates."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3)
     losses = []

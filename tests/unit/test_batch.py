@@ -158,9 +158,7 @@ def test_unscored_responses_are_masked() -> None:
 
 
 def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
-    """A mini-batch of the shortest responses would weight their tokens more than those of long
-    ones.
-    """
+    """A mini-batch of the shortest responses would weight their tokens more."""
     as_finished = [
         make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)
     ]

@@ -31,13 +31,8 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def _resolve(**sections: Any) -> Config:
-    return resolve_config(
-        {
-            "data": {"train": "arithmetic", "eval": "arithmetic"},
-            "model": {"source": "recipe"},
-            **sections,
-        }
-    )
+    data = {"train": "arithmetic", "eval": "arithmetic"}
+    return resolve_config({"data": data, "model": {"source": "recipe"}, **sections})
 
 
 def _leaves(
@@ -70,11 +65,8 @@ def test_defaults_are_the_papers_recipe() -> None:
     assert config.algorithm.loss_aggregation == "token-mean"
     assert config.sampler.dynamic
     assert config.reward.overlong.enabled
-    assert (config.train.train_prompts, config.train.mini_prompts, config.rollout.group_size) == (
-        512,
-        32,
-        16,
-    )
+    sizes = config.train.train_prompts, config.train.mini_prompts, config.rollout.group_size
+    assert sizes == (512, 32, 16)
     assert config.rollout.max_response_tokens - config.reward.overlong.buffer_tokens == 16384
 
 
@@ -102,13 +94,11 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean"),
         ("train.lr=1", r"unknown key train\.lr = 1; `dapo config show` lists all keys"),
         ("reward.scorers=x", r"reward\.scorers = 'x' is refused: it must be a list, such as"),
-        ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean"),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: it must be at least 1"),
         ("train.total_steps=", r"train\.total_steps is empty: it must be a whole number, at"),
         ("data.shuffle=maybe", r"data\.shuffle = 'maybe' is refused: it must be true or false"),
         ("run.seed=true", r"run\.seed = True is refused: it must be a whole number, at least 0"),
         ("train.device=tpu", r"train\.device = 'tpu' is refused: it must be 'cpu', 'cuda' or"),
-        ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: it must be a"),
         ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: it must be text"),
         ("store.path=${STORE}", r"store\.path = '\$\{STORE\}' still holds a placeholder; put the"),
         ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such"),
@@ -116,6 +106,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not"),
         ("run.name=[a", r"--set 'run\.name=\[a': the value is not valid YAML"),
+        ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML:"),
         ("train.mini_prompts=30", r"train\.train_prompts=512 is not a multiple of"),
         ("train.num_ranks=7", r"train\.mini_prompts=32 x rollout\.group_size=16 = 512 responses"),
         ("sampler.gen_prompts=51", r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 ="),
@@ -236,6 +227,7 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ("train: [1", r"configuration .*bad\.yaml is not valid YAML"),
         ("- a\n- b\n", r"configuration .*bad\.yaml contains a list instead of sections with keys"),
+        (BASE + "train: 5\n", r"train is a section with keys, not the value 5"),
         ("run:\n  seed: 1\n  seed: 2\n", "seed is written twice, the second time in"),
         (BASE + "reward:\n  overlong: {enabled: yes, enabled: no}\n", "enabled is written twice"),
         (BASE + "1: 2\n", "unknown key 1 = 2"),
@@ -285,11 +277,8 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     config = load_config(path)
-    assert (config.rollout.max_num_seqs, config.rollout.group_size, config.serve.max_num_seqs) == (
-        7,
-        4,
-        7,
-    )
+    assert (config.rollout.max_num_seqs, config.rollout.group_size) == (7, 4)
+    assert config.serve.max_num_seqs == 7
 
 
 def test_a_dump_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
@@ -342,11 +331,6 @@ def test_result_values_omit_only_volatile_keys() -> None:
         held = functools.reduce(lambda tree, part: tree.get(part, {}), sections, values)
         assert (name in held) is not is_volatile(section, name)
     assert values["train"]["total_steps"] == 200
-    assert values["reward"]["overlong"] == {
-        "enabled": True,
-        "buffer_tokens": 4096,
-        "penalty_factor": 1.0,
-    }
 
 
 def _names_read() -> set[str]:
@@ -390,18 +374,11 @@ def test_benchmarks_inherit_unset_values_from_the_section() -> None:
     sampled = {"set": "aime24", "num_samples": 4, "temperature": 0.6}
     sets = ["math500", sampled, "hf:you/geometry-set@main/", "own/held.parquet"]
     evaluate = _resolve(evaluate={"benchmarks": sets, "gates": ["math500 >= before - 1"]}).evaluate
-    assert [one.label for one in evaluate.benchmarks] == [
-        "math500",
-        "aime24",
-        "geometry-set",
-        "held",
-    ]
+    labels = [one.label for one in evaluate.benchmarks]
+    assert labels == ["math500", "aime24", "geometry-set", "held"]
     aime = evaluate.of(evaluate.benchmarks[1])
-    assert (aime.num_samples, aime.temperature, aime.max_response_tokens) == (
-        4,
-        0.6,
-        evaluate.max_response_tokens,
-    )
+    assert (aime.num_samples, aime.temperature) == (4, 0.6)
+    assert aime.max_response_tokens == evaluate.max_response_tokens
     # A benchmark of a suite has the key of the same benchmark asked alone.
     alone = _resolve(evaluate={"num_samples": 4, "temperature": 0.6}).evaluate
     assert result_values(aime) == result_values(alone)

@@ -1,6 +1,4 @@
-"""KL to the reference model: estimators and gradients, the reward penalty, and the adaptive
-coefficient.
-"""
+"""KL to the reference model: estimators, gradients, reward penalty, adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ LOGITS, REFERENCE = (0.3, -0.2, 1.1), (0.5, 0.3, 0.2)
 
 
 def _mean_gradient(estimator: str | None) -> torch.Tensor:
-    """Return the expected gradient with respect to a three-token policy's logits; for None, that of
-    KL itself.
-    """
+    """Return the expected gradient by a three-token policy's logits; None: of KL itself."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     log_probs = logits.log_softmax(0)
     ref_log_probs = torch.tensor(REFERENCE, dtype=torch.float64).log()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,16 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
-from dapo_core.config.algorithm import AlgorithmConfig
+from dapo_core.config.algorithm import AlgorithmConfig, KLConfig
 
-AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
-ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
+AGGREGATIONS = get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation)
+ESTIMATORS = get_args(KLConfig.model_fields["estimator"].annotation)
 COUNTS = ("num_tokens", "clipped", "clipped_dual")
 SUMS = ("pg_loss", "kl_loss", "neg_log_ratio")
 
@@ -111,9 +105,7 @@ def _evaluate(
     ranks: list[list[list[int]]],
     is_packed: bool = False,
 ) -> Result:
-    """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens one behind the
-    other, [N].
-    """
+    """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens joined, [N]."""
     num_responses = int(batch.mask.any(dim=-1).sum())
     totals = LossTotals(int(batch.mask.sum()), num_responses, num_data_ranks=len(ranks))
     leaves = batch.log_probs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()

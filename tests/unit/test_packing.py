@@ -53,9 +53,7 @@ def _model(family: str, is_tied: bool = True) -> Any:
 
 
 def _alone(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy of the response tokens, one sequence at a time by transformers' own
-    forward: [M].
-    """
+    """Log-probs and entropy of the response tokens by transformers, sequence by sequence: [M]."""
     log_probs, entropy = [], []
     for row in range(batch.num_responses):
         start, end = int(batch.prompt_lengths[row]), int(batch.lengths[row])
@@ -168,9 +166,7 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
 
 @pytest.mark.slow
 def test_grouped_query_attention_equals_repeated_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own
-    kernel does.
-    """
+    """Eight query heads a key head, as in Qwen3-32B; accelerators share."""
     lengths = [7, 5, 2]
     draw = torch.Generator().manual_seed(0)
     states = [

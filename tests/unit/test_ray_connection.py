@@ -1,6 +1,4 @@
-"""Connecting to Ray: failed starts leave nothing behind and are retried; private instances are
-protected.
-"""
+"""Connecting to Ray: failed starts leave nothing behind; private instances are protected."""
 
 from __future__ import annotations
 

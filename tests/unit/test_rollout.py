@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,19 @@ from transformers import AutoModelForCausalLM
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.rollout import RolloutWorker, sample_seed
-from dapo_core.engines.base import EngineSettings, GenerationRequest, Response
+from dapo_core.engines.base import GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import GREEDY
 from tests.configs import make_config
 from tests.processes import wait_until
+from tests.tiny_models import tiny_engine_settings
 
 GROUP_SIZE, MAX_RESPONSE_TOKENS, NUM_GROUPS = 2, 24, 20
-SETTINGS = EngineSettings(
-    dtype="float32",
-    max_model_tokens=64,
+SETTINGS = replace(
+    tiny_engine_settings(),
     max_response_tokens=MAX_RESPONSE_TOKENS,
     max_num_seqs=4,  # two groups at once
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    memory_bytes=32 * 1024**2,
-    memory_utilization=0.5,
-    threads=1,
 )
 SCORER = """
 import time
@@ -103,9 +98,7 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
 
 @contextmanager
 def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
-    """Let the engine run `count` steps on the requests submitted inside, after which none may have
-    finished.
-    """
+    """Let the engine run `count` steps on the requests submitted inside; none may finish."""
     engine, left, done = worker.engine.run(lambda engine: engine), count, threading.Event()
     step = engine.step
 

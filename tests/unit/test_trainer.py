@@ -110,9 +110,7 @@ def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coeffi
 
 
 def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path: Path) -> None:
-    """The folder has lines of a training that was killed before its first checkpoint; its own lines
-    stay.
-    """
+    """The folder has lines of a training that was killed before its first checkpoint."""
     trainer = _trainer(model_path, tmp_path / "new")
     state = replace(make_state(3), identity=trainer.identity)
     log = MetricsLog(tmp_path / "new", 0)
@@ -180,9 +178,7 @@ def test_the_reason_for_ending_survives_a_failing_checkpoint(
 def test_a_checkpoint_is_published_while_waiting_for_groups(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draw may take half an hour; a kill during it must not lose a checkpoint that is already
-    written.
-    """
+    """A draw may take half an hour; a kill during it must not lose a written checkpoint."""
     monkeypatch.setattr(writer, "POLL_SECONDS", 0.0)
     trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
     trainer.checkpoints.begin(make_state(5))
@@ -215,9 +211,7 @@ class StoppingSource(SlowSource):
 def _stopped_in_its_draw(
     model_path: Path, output: Path, before: Callable[[Trainer, TrainerState], object]
 ) -> tuple[Path | None, TrainerState]:
-    """Stop a training in the draw after step 3; returns its latest checkpoint and the state after
-    step 3.
-    """
+    """Stop a training in the draw after step 3; returns its latest checkpoint and state."""
     stop = StopRequest()
     trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
     state = replace(make_state(3), identity=trainer.identity)

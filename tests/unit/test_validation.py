@@ -66,11 +66,8 @@ class AnsweringSource(SlowSource):
 
     def _whole(self, request: GroupRequest) -> Group:
         first, count = request.prompt.index, request.num_samples or 0
-        return Group(
-            request.group_id,
-            request.prompt,
-            [*self.rollouts, *self.rollouts][first : first + count],
-        )
+        chosen = [*self.rollouts, *self.rollouts][first : first + count]
+        return Group(request.group_id, request.prompt, chosen)
 
 
 def metrics_of(
@@ -132,51 +129,30 @@ def test_unscored_data_sources_are_omitted_and_a_failing_scorer_ends_training() 
 
 def test_a_hanging_engine_ends_validation_but_a_slow_one_does_not() -> None:
     clock = Clock()  # a response every 3 waits of 4 s
-    validate(
-        AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3),
-        PROMPTS,
-        1,
-        11.5,
-        GREEDY,
-        clock=clock,
-    )
+    source = AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3)
+    validate(source, PROMPTS, 1, 11.5, GREEDY, clock=clock)
     assert clock.now == 100.0 + 5 * 12.0
     source = AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3)
     with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
         validate(source, PROMPTS, 9, 7.5, GREEDY, clock=clock)
-    message = str(raised.value)
-    assert (
-        "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts are"
-        in message
-    )
-    assert "sampler.max_seconds_without_kept" in message
+    assert "no response finished for 8 s of the validation after" in str(raised.value)
 
 
 def _held_out(folder: Path, contents: Sequence[str], data_source: str = "arithmetic") -> Path:
-    rows = [
-        {
-            "data_source": data_source,
-            "prompt": [{"role": "user", "content": content}],
-            "reward_model": {"ground_truth": "2"},
-        }
-        for content in contents
-    ]
+    same = {"data_source": data_source, "reward_model": {"ground_truth": "2"}}
+    rows = [{**same, "prompt": [{"role": "user", "content": text}]} for text in contents]
     pq.write_table(pa.Table.from_pylist(rows), folder / "eval.parquet")
     return folder / "eval.parquet"
 
 
 def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
-    path, tokenizer = (
-        _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]),
-        tiny_tokenizer(),
-    )
+    path = _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40])
+    tokenizer = tiny_tokenizer()
     config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
     prompts = held_out_prompts(path, tokenizer, config)
     assert [prompt.index for prompt in prompts] == [0, 1]
-    assert (
-        tokenizer.decode(list(prompts[1].prompt_ids))
-        == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
-    )
+    text = tokenizer.decode(list(prompts[1].prompt_ids))
+    assert text == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
     everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
     with pytest.raises(
         DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval$"
@@ -187,26 +163,19 @@ def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
 
 
 def test_unscored_samples_do_not_count() -> None:
-    """Three prompts with two responses each: 1 and none, none and (without a score), (without) and
-    0.25.
-    """
+    """Three prompts, two responses each: 1 and 0, 0 and unscored, unscored and 0.25."""
     source = AnsweringSource(ROLLOUTS)
     metrics = metrics_of(source, PROMPTS[:3], 2, num_samples=2)
     assert [request.num_samples for request in source.requests] == [2, 2, 2]
-    assert (
-        metrics["validation/accuracy"]
-        == metrics["val-core/arithmetic/acc/mean@2"]
-        == (0.5 + 0.0 + 0.25) / 3
-    )
+    assert metrics["validation/accuracy"] == (0.5 + 0.0 + 0.25) / 3
+    assert metrics["val-core/arithmetic/acc/mean@2"] == metrics["validation/accuracy"]
     # 3 of 4 draws
     assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx((0.75 + 0.0 + 0.25) / 3)
     assert metrics["val-aux/arithmetic/acc/worst@2/mean"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
     assert metrics["val-aux/arithmetic/acc/std@2"] == pytest.approx(0.5 / 3)
     assert metrics["validation/unscored_ratio"] == 2 / 6
     assert metrics["validation/num_prompts"] == 3.0
-    assert not [name for name in metrics if "maj@" in name], (
-        "these responses name no answer to vote with"
-    )
+    assert not [name for name in metrics if "maj@" in name]  # no answer to vote with
 
 
 def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None:
@@ -217,43 +186,17 @@ def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None
         replace(rollout, response_ids=ids, answer="5")
         for rollout, ids in zip(ROLLOUTS, words, strict=True)
     ]
-    config = make_config(
-        validation={
-            "every": 1,
-            "num_logged": 2,
-            "num_samples": 2,
-            "temperature": 0.7,
-            "top_p": 0.9,
-            "top_k": 20,
-        }
-    )
+    sampled = {"num_samples": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    config = make_config(validation={"every": 1, "num_logged": 2, **sampled})
     validation = Validation(config, prompts, tokenizer, tmp_path)
     source = AnsweringSource(rollouts)
     for step in (0, 1):
         metrics = validation.run(source, step)  # type: ignore[arg-type]
         assert metrics["validation/num_prompts"] == 5.0
-        rows = read_json_lines(generations_file(tmp_path, step))
-        assert rows == [
-            {
-                "set": "arithmetic",
-                "prompt": "It is 0.",
-                "response": "It is 0.",
-                "answer": "5",
-                "gold": "1",
-                "score": 1.0,
-                "verdict": "right",
-                "truncated": False,
-            },
-            {
-                "set": "arithmetic",
-                "prompt": "It is 2.",
-                "response": "It is 2.",
-                "answer": "5",
-                "gold": "1",
-                "score": 1.0,
-                "verdict": "timeout",
-                "truncated": False,
-            },
+        same = {"set": "arithmetic", "answer": "5", "gold": "1", "score": 1.0, "truncated": False}
+        assert read_json_lines(generations_file(tmp_path, step)) == [
+            {**same, "prompt": "It is 0.", "response": "It is 0.", "verdict": "right"},
+            {**same, "prompt": "It is 2.", "response": "It is 2.", "verdict": "timeout"},
         ]
     assert {(request.sampling, request.num_samples) for request in source.requests} == {
         (SAMPLED, 2)
