@@ -26,14 +26,10 @@ def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> R
 
 
 def _groups() -> list[Group]:
-    return [
-        Group(
-            0,
-            Prompt(0, (5, 6), "arithmetic", "1"),
-            [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")],
-        ),
-        Group(1, Prompt(1, (3, 3, 3), "arithmetic", "1"), [_rollout([4]), _rollout([], "abort")]),
-    ]
+    prompts = [Prompt(0, (5, 6), "arithmetic", "1"), Prompt(1, (3, 3, 3), "arithmetic", "1")]
+    first = [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")]
+    second = [_rollout([4]), _rollout([], "abort")]
+    return [Group(0, prompts[0], first), Group(1, prompts[1], second)]
 
 
 def test_layout_matches_the_documented_example() -> None:

@@ -119,13 +119,9 @@ def test_engine_arguments_by_device() -> None:
 def test_devices_that_cannot_split_the_heads_fail_preflight(tmp_path: Path, section: str) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two heads
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
-    changes = {
-        "rollout": {"engine": "vllm"},
-        section: {"engine": "vllm"} if section == "rollout" else {},
-    }
-    config = resolve_config(
-        settings(model=model, **{**changes, section: {**changes[section], "tensor_parallel": 3}})
-    )
+    changes: dict[str, dict[str, object]] = {"rollout": {"engine": "vllm"}, "serve": {}}
+    changes[section]["tensor_parallel"] = 3
+    config = resolve_config(settings(model=model, **changes))
     findings = Findings()
     check_model(tmp_path / "model", config, findings)
     [failed] = findings.failed
