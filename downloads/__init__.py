@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from downloads.errors import (
     AccessDenied,
@@ -28,6 +29,7 @@ from downloads.errors import (
 from downloads.nearest import nearest
 from downloads.snapshot import (
     PARTS,
+    HubName,
     Kind,
     OnProgress,
     Progress,
@@ -87,23 +89,17 @@ def fetch(
     several threads, one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
     """
     from downloads import huggingface, modelscope, urls
-    from downloads.transfer import Meter, fetch_files, size_of
+    from downloads.transfer import Meter
 
     files = [file for file in snapshot.files if paths is None or file.path in paths]
     for file in files:
         _require_inside(file)
     folder.mkdir(parents=True, exist_ok=True)
     if snapshot.hub == "url":
-        missing = [file for file in files if not (folder / file.path).is_file()]
-        sizes = {file.path: size_of(urls.request_for(snapshot, file)) for file in missing}
-        files = [replace(file, size=sizes.get(file.path)) for file in files]
+        files = urls.with_sizes(snapshot, files, folder)
     require_room(_missing_bytes(files, folder), folder, "to download")
-    meter = Meter(files, on_progress)
-    if snapshot.hub == "modelscope":
-        modelscope.fetch_files(snapshot, files, folder, meter)
-    else:
-        source = huggingface if snapshot.hub == "hf" else urls
-        fetch_files(files, lambda file: source.request_for(snapshot, file), folder, meter)
+    sources: dict[HubName, Any] = {"hf": huggingface, "modelscope": modelscope, "url": urls}
+    sources[snapshot.hub].fetch_files(snapshot, files, folder, Meter(files, on_progress))
     if snapshot.hub == "url" and len(files) == 1 and urls.is_archive(files[0].path):
         urls.unpack(folder / files[0].path, folder)
     shutil.rmtree(folder / PARTS, ignore_errors=True)

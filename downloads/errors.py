@@ -42,7 +42,6 @@ class Unreachable(DownloadError):
     """The hub does not respond or is busy. Worth a retry unless local settings are the cause."""
 
     is_lasting = False
-    retry_after: float | None = None  # seconds, as requested by the server
 
 
 class Offline(Unreachable):

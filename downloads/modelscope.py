@@ -24,17 +24,15 @@ from downloads.errors import (
 )
 from downloads.nearest import nearest
 from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot
-from downloads.transfer import MAX_PARALLEL, Meter, is_right, retried
+from downloads.transfer import MAX_PARALLEL, Meter, place
 
 DEFAULT_REVISION = "master"
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     """The files of a revision, with the digest of their listing as commit. Raises DownloadError."""
-    listed = retried(
-        lambda: _call(
-            lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind
-        )
+    listed = _call(
+        lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind
     )
     files = tuple(
         RemoteFile(file.path, file.size, file.sha256)
@@ -60,13 +58,7 @@ def fetch_files(
             self.received += size
             meter.update(self.filename, self.received)
 
-    pending = []
-    for file in files:
-        target = folder / file.path
-        if target.is_file() and is_right(target, file):
-            meter.update(file.path, target.stat().st_size, is_finished=True)
-        else:
-            pending.append(file)
+    pending = meter.keep_complete(files, folder)
     rows = [
         {"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"}
         for file in pending
@@ -85,10 +77,8 @@ def fetch_files(
 
     _call(download, snapshot.repo, snapshot.revision, snapshot.kind)
     for file in pending:
-        target = folder / file.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (folder / PARTS / file.path).replace(target)
-        meter.update(file.path, target.stat().st_size, is_finished=True)
+        place(file, folder, f"{snapshot.repo} at {_endpoint()}")
+        meter.update(file.path, file.size or 0, 1)
 
 
 def _api() -> Any:
@@ -138,9 +128,7 @@ def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind
                 "changed during the download: run it again"
             )
         case errors.RateLimitError() | errors.ServerError():
-            busy = Unreachable(f"{_endpoint()} is busy: {error}; run it again later")
-            busy.retry_after = float(getattr(error, "retry_after", None) or 0.0)
-            return busy
+            return Unreachable(f"{_endpoint()} is busy: {error}; run it again later")
         case errors.APIError():
             return DownloadError(f"{_endpoint()} refused the request for {place}: {error}")
         case OSError() if (full := disk_is_full(error)) is not None:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
 LFS = (".safetensors", ".bin", ".parquet")
-_HF_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(refs|revision)(?:/(.+))?)?")
+_HF_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(refs|revision|tree)(?:/(.+))?)?")
 _HF_FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _MS = re.compile(r"/api/v1/(models|datasets)/([^/]+/[^/]+)/(repo/files|repo/tree|revisions|repo)")
 
@@ -104,6 +104,7 @@ class HubServer(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
+    commit = ""  # of the file asked for, on the Hugging Face Hub
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -112,6 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         begin = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         self.row = Asked(self.command, self.path, int(begin[1]) if begin else 0, dict(self.headers))
         self.server.asked.append(self.row)
+        self.commit = ""
         if self.server.interfere(self):
             return
         parts = urlsplit(self.path)
@@ -151,14 +153,13 @@ class Handler(BaseHTTPRequestHandler):
         files = repo.files(revision)
         if files is None:
             return self.refuse(404, "RevisionNotFound")
+        if resource == "tree":
+            return self.json([self.entry(path, content) for path, content in files.items()])
         siblings = []
         for path, content in files.items():
-            row: dict[str, Any] = {"rfilename": path, "size": len(content)}
-            row["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            if path.endswith(LFS):
-                row["lfs"] = {"size": len(content), "sha256": sha256(content), "pointerSize": 130}
-                row["blobId"] = "f" * 40  # the pointer's
-            siblings.append(row)
+            entry = self.entry(path, content)
+            row = {"rfilename": path, "size": len(content), "blobId": entry["oid"]}
+            siblings.append(row | ({"lfs": entry["lfs"]} if "lfs" in entry else {}))
         info = {
             "id": name,
             "sha": repo.refs.get(revision, revision),
@@ -166,6 +167,16 @@ class Handler(BaseHTTPRequestHandler):
             "tags": [],
         }
         self.json({**info, "gated": "manual" if repo.is_gated else False})
+
+    def entry(self, path: str, content: bytes) -> dict[str, Any]:
+        """A file of a tree listing."""
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        row: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
+        if path.endswith(LFS):
+            digest = sha256(content)
+            lfs = {"size": len(content), "oid": digest, "sha256": digest, "pointerSize": 130}
+            row |= {"oid": "f" * 40, "lfs": lfs}  # the pointer's
+        return row
 
     def hugging_face_file(self, kind: str, name: str, revision: str, path: str) -> None:
         repo = self.server.repos.get((kind, name))
@@ -177,8 +188,12 @@ class Handler(BaseHTTPRequestHandler):
         content = (repo.files(revision) or {}).get(path)
         if content is None or path in repo.missing:
             return self.refuse(404, "EntryNotFound")
+        self.commit = revision
         if path.endswith(LFS):
             self.send_response(302)
+            self.send_header("X-Repo-Commit", revision)
+            self.send_header("X-Linked-Size", str(len(content)))
+            self.send_header("X-Linked-Etag", f'"{sha256(content)}"')
             self.send_header("Location", f"{self.server.cdn}/cdn/{sha256(content)}")
             self.send_header("Content-Length", "0")
             return self.end_headers()
@@ -237,6 +252,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(content) - begin))
         self.send_header("ETag", f'"{sha256(content)}"')
+        if self.commit:
+            self.send_header("X-Repo-Commit", self.commit)
         self.end_headers()
         if self.command != "GET":
             return

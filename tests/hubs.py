@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 from modelscope_hub.config import set_default_config
 
-from downloads import transfer
+from downloads import urls
 from tasks.artifacts.references import forget_resolved
 from tests.hub_server import HubServer, serving
 
@@ -29,7 +29,7 @@ def hub_of_this_machine(folder: Path) -> Iterator[HubServer]:
         patch.setenv("MODELSCOPE_ENDPOINT", server.url)
         for name in (*TOKENS, "HF_HUB_OFFLINE"):
             patch.delenv(name, raising=False)
-        patch.setattr(transfer, "BACKOFF_SECONDS", 0.01)
+        patch.setattr(urls, "BACKOFF_SECONDS", 0.01)
         set_default_config(None)
         forget_resolved()
         try:

@@ -7,18 +7,15 @@ import random
 import re
 import shutil
 import tarfile
-import threading
-import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import close_session, constants
 from modelscope_hub.config import set_default_config
 
 import downloads
-from downloads import Progress, fetch, resolve, transfer
+from downloads import Progress, fetch, resolve, urls
 from tests.hub_server import Handler, HubServer, Repo, sha256
 
 WEIGHTS = random.Random(0).randbytes(700_000)
@@ -166,39 +163,29 @@ def test_an_interrupted_download_resumes(hub: HubServer, tmp_path: Path, scheme:
     hub.cut[place] = [300_000, 200_000]
     fetch(snapshot, tmp_path, ["model.safetensors"])
     assert contents(tmp_path) == {"model.safetensors": WEIGHTS}
-    assert [asked.begin for asked in hub.contents() if place in asked.path] == [0, 300_000, 500_000]
+    begins = [asked.begin for asked in hub.contents() if place in asked.path]
+    assert len(begins) == 3
+    assert scheme == "hf" or begins == [0, 300_000, 500_000]  # its client resumes every 10 MiB
 
 
-def test_a_busy_hub_is_retried_after_the_requested_wait(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_busy_server_is_retried_and_a_busy_hub_is_worth_another_attempt(
+    hub: HubServer, tmp_path: Path
 ) -> None:
     hub.model().commit(FILES)
-    waits: list[float] = []
-
-    class Recorded(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            return bool(waits.append(timeout or 0.0))
-
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(sleep=waits.append, time=time.time))
-    monkeypatch.setattr(transfer, "threading", SimpleNamespace(Lock=threading.Lock, Event=Recorded))
-    answers = [(429, {"Retry-After": "7"}), (503, {}), (429, {"RateLimit": '"api";r=0;t=9'})]
+    hub.plain["/w.bin"] = WEIGHTS
+    answers = [429, 503, 503, 503]  # the first goes to the question for the size
 
     def busy(handler: Handler) -> bool:
-        status, headers = answers.pop(0) if answers else (0, {})
-        return bool(status) and handler.refuse(status, **headers) is None
+        return bool(answers) and handler.refuse(answers.pop(0)) is None
 
     hub.interfere = busy
-    snapshot = resolve("hf:org/tiny")
-    assert waits == [7.0, 0.02, 9.0]
-    waits.clear()
-    answers += [(429, {"Retry-After": "30"}), (500, {})]
-    fetch(snapshot, tmp_path, ["config.json"])
-    assert waits[:2] == [30.0, 0.04]
-    answers += [(429, {"Retry-After": "3600"})] * 2
+    fetch(resolve(f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}"), tmp_path)
+    assert contents(tmp_path) == {"w.bin": WEIGHTS}
+    answers.append(503)
     error = failing("hf:org/tiny", tmp_path)
     assert isinstance(error, downloads.Unreachable)
+    assert "returned HTTP 503 for org/tiny; run it again later" in str(error)
     assert not error.is_lasting
-    assert error.retry_after == 3600.0
 
 
 def test_a_mirror_that_lacks_a_listed_file(hub: HubServer, tmp_path: Path) -> None:
@@ -220,19 +207,19 @@ def test_wrong_content_is_not_kept(hub: HubServer, tmp_path: Path, name: str) ->
     bad = FILES[name][:-1] + b"!"
 
     def exchange(handler: Handler) -> bool:
+        handler.commit = snapshot.commit
         return handler.path.endswith(name) and handler.content(bad) is None
 
     hub.interfere = exchange
     with pytest.raises(
         downloads.WrongContent,
-        match=rf"{name} is not the expected file.*its sha256 is {sha256(bad)}",
+        match=rf"{name} of org/tiny at .* is not the expected file.*sha256 {sha256(bad)}",
     ):
         fetch(snapshot, tmp_path / "out", [name])
-    assert contents(tmp_path / "out") == {}
-    assert len(hub.contents()) == 2
+    assert not (tmp_path / "out" / name).exists()
+    assert len(hub.contents()) == 1
     hub.interfere = lambda handler: False
     part = tmp_path / "out/.parts" / name
-    part.parent.mkdir(exist_ok=True)
     part.write_bytes(b"?" * 5)  # left over from different content
     fetch(snapshot, tmp_path / "out", [name])
     assert contents(tmp_path / "out") == {name: FILES[name]}
@@ -260,15 +247,17 @@ def test_a_small_disk_is_reported_before_the_first_byte(
 
 
 @pytest.mark.parametrize(
-    ("scheme", "part"), [("hf", "config.json"), ("modelscope", "config.json.incomplete")]
+    ("scheme", "part"), [("url", "config.json"), ("modelscope", "config.json.incomplete")]
 )
 def test_a_disk_that_fills_up_is_reported(
     hub: HubServer, tmp_path: Path, scheme: str, part: str
 ) -> None:
     hub.model().commit(FILES)
+    hub.plain["/config.json"] = FILES["config.json"]
     (tmp_path / ".parts").mkdir()
     (tmp_path / ".parts" / part).symlink_to("/dev/full")
-    error = failing(f"{scheme}:org/tiny/config.json", tmp_path)
+    pinned = f"{hub.url}/config.json#sha256={sha256(FILES['config.json'])}"
+    error = failing(pinned if scheme == "url" else "modelscope:org/tiny/config.json", tmp_path)
     assert isinstance(error, downloads.DiskTooSmall)
     assert "the disk filled up during the download: [Errno 28]" in str(error)
 
@@ -277,7 +266,7 @@ def test_a_disk_that_fills_up_is_reported(
 def test_network_failures_are_told_apart(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    monkeypatch.setattr(transfer, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(urls, "MAX_ATTEMPTS", 1)
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
 
     def error_at(endpoint: str) -> downloads.Unreachable:
