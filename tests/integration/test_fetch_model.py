@@ -31,6 +31,7 @@ from tests.processes import wait_until
 from tests.tiny_models import build_tiny_qwen3
 
 RECIPE = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
+LEFT_OUT = {"README.md", "onnx/model.onnx", "pytorch_model.bin", "modeling_tiny.py"}
 TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\n{% endfor %}A:"
 
 
@@ -85,8 +86,7 @@ def test_needed_files_are_fetched_once_per_commit(
     config = recipe(tmp_path)
     assert f"fetches hf:org/tiny at {commit[:12]}: " in planned(config).note
     first = fetched(config)
-    left_out = {"README.md", "onnx/model.onnx", "pytorch_model.bin", "modeling_tiny.py"}
-    assert names(first) == {*files} - left_out
+    assert names(first) == {*files} - LEFT_OUT
     manifest = first.manifest()
     assert manifest["inputs"][COMMIT] == commit
     assert (
@@ -169,7 +169,7 @@ def test_a_killed_download_keeps_its_complete_files(
     hub.held_from = 2_500_000
     child = subprocess.Popen(words, cwd=PROJECT_ROOT, stdout=subprocess.DEVNULL)
     parts = tmp_path / "out/.parts"
-    others = files.keys() - {"model.safetensors"}
+    others = files.keys() - LEFT_OUT - {"model.safetensors"}
     wait_until(lambda: all((parts / name).is_file() for name in others), "the small files")
     wait_until(lambda: any(sha256(weights) in one.path for one in hub.contents()), "the weights")
     child.send_signal(signal.SIGKILL)
@@ -294,12 +294,7 @@ def test_an_archive_from_a_web_server_becomes_a_model(
     address = f"{hub.url}/tiny.tar.gz#sha256={sha256(archive.read_bytes())}"
     sets = ("model.source=url", "model.id=null", f"model.urls=['{address}']")
     model = fetched(recipe(tmp_path, *sets))
-    assert names(model) == {*files} - {
-        "README.md",
-        "onnx/model.onnx",
-        "pytorch_model.bin",
-        "modeling_tiny.py",
-    }
+    assert names(model) == {*files} - LEFT_OUT
     hub.asked.clear()
     assert fetched(recipe(tmp_path, *sets)) == model
     assert hub.asked == []  # a digest needs no server
