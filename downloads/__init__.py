@@ -1,7 +1,7 @@
 """Resolves and downloads models and datasets from hubs and web servers.
 
-    snapshot = resolve("hf:Qwen/Qwen3-8B@main")           # commit, files, sizes, digests; downloads nothing
-    fetch(snapshot, folder, paths=["config.json"])        # resumes and verifies
+    snapshot = resolve("hf:Qwen/Qwen3-8B@main")     # commit, files, sizes, digests; no content
+    fetch(snapshot, folder, paths=["config.json"])  # resumes and verifies
 
 References: `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:ORG/NAME[@REVISION][/FILE]`,
 `https://...#sha256=DIGEST`, or a list of such URLs. FILE may be a folder.
@@ -9,61 +9,48 @@ References: `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:ORG/NAME[@REVISION][/FI
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from downloads.errors import (
-    AccessDenied,
-    BadReference,
-    DiskTooSmall,
-    DownloadError,
-    NotFound,
-    Offline,
-    Unreachable,
-    WrongContent,
-    require_room,
-)
+from downloads.errors import DownloadError, Unreachable, require_room
 from downloads.nearest import nearest
 from downloads.snapshot import (
-    PARTS,
-    HubName,
     Kind,
     OnProgress,
     Progress,
     Reference,
     RemoteFile,
+    Report,
     Snapshot,
     is_remote,
     parse_reference,
+    size_of,
 )
 
 __all__ = [
-    "AccessDenied",
-    "BadReference",
-    "DiskTooSmall",
     "DownloadError",
-    "NotFound",
-    "Offline",
+    "Kind",
     "OnProgress",
     "Progress",
     "RemoteFile",
     "Snapshot",
     "Unreachable",
-    "WrongContent",
     "fetch",
     "is_remote",
     "resolve",
 ]
 
+PARTS = ".parts"  # unverified files by commit, inside the download's folder
+
 
 def resolve(reference: str | Sequence[str], kind: Kind = "model") -> Snapshot:
-    """Resolve a reference to its current commit, files, sizes and digests, without downloading
-    content.
+    """Resolve a reference to its current commit, files, sizes and digests; downloads no content.
 
-    Raises BadReference, NotFound, AccessDenied, and Unreachable or its subclass Offline.
+    Raises DownloadError; Unreachable if the hub does not answer.
     """
     from downloads import huggingface, modelscope, urls
 
@@ -81,51 +68,54 @@ def fetch(
     paths: Collection[str] | None = None,
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Download files of a snapshot (default: all) into the folder; a single archive from a URL is
-    unpacked there.
+    """Download files of a snapshot (default: all) into the folder; unpack a URL's single archive.
 
-    Resumes partial files and keeps complete ones whose digest matches. An unpacked archive is
-    downloaded again, because its files have no digests to check. `on_progress` is called from
-    several threads, one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
+    Keeps complete files whose digest matches. An unpacked archive is downloaded again, because its
+    files have no digests to check. `on_progress` is called from several threads, one at a time.
+    Raises DownloadError; before the first byte if the disk is too small.
     """
     from downloads import huggingface, modelscope, urls
-    from downloads.transfer import Meter
 
     files = [file for file in snapshot.files if paths is None or file.path in paths]
     for file in files:
         _require_inside(file)
-    folder.mkdir(parents=True, exist_ok=True)
+    pending = [file for file in files if not file.is_at(folder / file.path)]
+    kept = {file.path: size_of(folder / file.path) for file in files if file not in pending}
     if snapshot.hub == "url":
-        files = urls.with_sizes(snapshot, files, folder)
-    require_room(_missing_bytes(files, folder), folder, "to download")
-    sources: dict[HubName, Any] = {"hf": huggingface, "modelscope": modelscope, "url": urls}
-    sources[snapshot.hub].fetch_files(snapshot, files, folder, Meter(files, on_progress))
+        pending = urls.with_sizes(snapshot, pending)
+    parts = folder / PARTS / snapshot.commit  # content of different commits does not mix
+    parts.mkdir(parents=True, exist_ok=True)
+    for unfinished in (parts / ".cache").rglob("*.incomplete"):
+        unfinished.unlink()  # huggingface_hub does not continue them
+    missing = sum(max((file.size or 0) - size_of(parts / file.path), 0) for file in pending)
+    require_room(missing, folder, "to download")
+    if pending:
+        hub = {"hf": huggingface, "modelscope": modelscope, "url": urls}[snapshot.hub]
+        hub.download(snapshot, pending, parts, _reporter(kept, pending, on_progress))
+    for file in pending:
+        _place(file, parts / file.path, folder / file.path, snapshot.repo)
+    if on_progress is not None:
+        total = sum(size_of(folder / file.path) for file in files)
+        on_progress(Progress(len(files), len(files), total, total))
     if snapshot.hub == "url" and len(files) == 1 and urls.is_archive(files[0].path):
-        urls.unpack(folder / files[0].path, folder)
+        urls.unpack(folder / files[0].path, parts / "unpacked", folder)
     shutil.rmtree(folder / PARTS, ignore_errors=True)
 
 
 def _named(snapshot: Snapshot, parts: Reference) -> tuple[RemoteFile, ...]:
     """The files that a reference names by path or folder."""
     name = str(parts.file)
-    files = tuple(
-        file
-        for file in snapshot.files
-        if file.path == name or file.path.startswith(f"{name.rstrip('/')}/")
-    )
+    inside = f"{name.rstrip('/')}/"
+    files = [each for each in snapshot.files if each.path == name or each.path.startswith(inside)]
     if not files:
-        raise NotFound(
-            f"{parts.repo} has no file "
-            f"{name}{nearest(name, [file.path for file in snapshot.files])}"
-        )
+        near = nearest(name, [file.path for file in snapshot.files])
+        raise DownloadError(f"{parts.repo} has no file {name}{near}")
     if parts.sha256 is None:
-        return files
+        return tuple(files)
     if files[0].path != name:
-        raise BadReference(
-            f"{name} is a folder of {parts.repo} and has no sha256; name a single file"
-        )
+        raise DownloadError(f"{name} is a folder of {parts.repo} and has no sha256; name one file")
     if files[0].sha256 not in (None, parts.sha256):
-        raise WrongContent(
+        raise DownloadError(
             f"{name} of {parts.repo} has sha256 {files[0].sha256} at commit {snapshot.commit}, not "
             f"{parts.sha256}; pin the original commit with @REVISION, or give the new digest"
         )
@@ -135,17 +125,43 @@ def _named(snapshot: Snapshot, parts: Reference) -> tuple[RemoteFile, ...]:
 def _require_inside(file: RemoteFile) -> None:
     path = PurePosixPath(file.path)
     if path.is_absolute() or ".." in path.parts or "\\" in file.path or path.parts[:1] == (PARTS,):
-        raise WrongContent(f"the hub lists the file {file.path!r}, which leads out of the folder")
+        raise DownloadError(f"the hub lists the file {file.path!r}, which leads out of the folder")
 
 
-def _missing_bytes(files: Sequence[RemoteFile], folder: Path) -> int:
-    """Bytes still to download."""
-    missing = 0
-    for file in files:
-        parts = [
-            path for path in (folder / file.path, folder / PARTS / file.path) if path.is_file()
-        ]
-        missing += max(
-            (file.size or 0) - max((part.stat().st_size for part in parts), default=0), 0
+def _reporter(
+    kept: dict[str, int], pending: Sequence[RemoteFile], on_progress: OnProgress | None
+) -> Report:
+    """Sums the bytes and files of parallel downloads and reports the totals."""
+    received = {path: (num_bytes, 1) for path, num_bytes in kept.items()}
+    num_files = len(kept) + len(pending)
+    total = sum(kept.values()) + sum(file.size or 0 for file in pending)
+    lock = threading.Lock()
+
+    def report(name: str, num_bytes: int, num_done: int) -> None:
+        with lock:
+            received[name] = (num_bytes, num_done)
+            done, num_complete = map(sum, zip(*received.values(), strict=True))
+            if on_progress is not None:
+                on_progress(Progress(num_complete, num_files, done, max(total, done)))
+
+    return report
+
+
+def _place(file: RemoteFile, part: Path, target: Path, source: str) -> None:
+    """Move a finished file to its place. Raises DownloadError for other content."""
+    if not part.is_file():
+        raise Unreachable(f"{source} did not deliver {file.path}; run it again later")
+    if not file.is_at(part):
+        with part.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        size = size_of(part)
+        part.unlink()
+        expected = f"sha256 {file.sha256}" if file.sha256 else f"git blob {file.git_oid}"
+        raise DownloadError(
+            f"{file.path} of {source} is not the expected file: it has {size} bytes and sha256 "
+            f"{found}, not {file.size or size} bytes and {expected}. It was discarded. A mirror "
+            "may be out of date: use another endpoint. For a URL, give the new digest if you want "
+            "the new content"
         )
-    return missing
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part.replace(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import email.utils
-import errno
 import re
 import shutil
 import time
@@ -11,64 +10,76 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from durable import FULL_DISK_ERRORS
+
+BUSY = frozenset({408, 416, 425, 429})  # in addition to 5xx
+MORE_SPACE = "free some space (dapo runs gc removes what no run needs), or set store.path"
+_TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
+_DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not known", re.IGNORECASE)
+
 
 class DownloadError(Exception):
-    """Base of all deliberate download errors. Takes one message and is picklable."""
+    """A download that fails until the user changes something. Takes one message, picklable."""
 
-    is_lasting = True  # True if a retry cannot help until the user changes something
-
-
-class BadReference(DownloadError, ValueError):
-    """A reference is malformed, or lacks a required digest."""
-
-
-class NotFound(DownloadError):
-    """The repository, revision or file does not exist or is not visible to this user."""
-
-
-class AccessDenied(DownloadError):
-    """The hub requires a token, a different token, or accepted terms."""
-
-
-class WrongContent(DownloadError):
-    """The downloaded content has a different size or digest than announced."""
-
-
-class DiskTooSmall(DownloadError):
-    """The files do not fit on the disk."""
+    is_lasting = True
 
 
 class Unreachable(DownloadError):
     """The hub does not respond or is busy. Worth a retry unless local settings are the cause."""
 
-    is_lasting = False
+    def __init__(self, message: str, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
 
 
-class Offline(Unreachable):
-    """The environment forbids network access to the hub."""
+def refused(status: int, what: str, denied: str, missing: str) -> DownloadError:
+    """The error of an HTTP status; `denied` and `missing` say what to change after 403 and 404."""
+    if status in (401, 403):
+        return DownloadError(f"access to {what} is denied (HTTP {status}): {denied}")
+    if status in (404, 410):
+        return DownloadError(f"{what} does not exist (HTTP {status}): {missing}")
+    if status in BUSY or status >= 500:
+        return Unreachable(f"{what} returned HTTP {status}; run it again later")
+    return DownloadError(f"{what} returned HTTP {status}")
 
-    is_lasting = True
 
-
-def disk_is_full(error: OSError) -> DiskTooSmall | None:
-    """DiskTooSmall if the disk filled up during a download; None for other errors."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return None
-    return DiskTooSmall(
-        f"the disk filled up during the download: {error}. Partial files are kept; free some space "
-        "(dapo runs gc "
-        "removes what no run needs) and run it again, or set store.path to another disk"
+def failed(address: str, error: BaseException) -> DownloadError:
+    """Explain an exception of a client: disk, certificate, proxy, name resolution or network."""
+    if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
+        return DownloadError(
+            f"the disk filled up during the download: {error}. Partial files are kept; {MORE_SPACE}"
+        )
+    reasons = list(_causes(error))
+    text = " ".join(f"{type(reason).__name__} {reason}" for reason in reasons)
+    reason = f"{type(reasons[-1]).__name__}: {reasons[-1]}"
+    if _TLS.search(text):
+        return Unreachable(
+            f"{address} has no certificate that this machine trusts ({reason}); if a proxy signs "
+            "connections, point SSL_CERT_FILE and REQUESTS_CA_BUNDLE at a file with its "
+            "certificate",
+            is_lasting=True,
+        )
+    if (proxy := _proxy_for(address)) is not None:
+        return Unreachable(
+            f"{address} cannot be reached through the proxy {proxy} ({reason}); correct "
+            "HTTPS_PROXY, HTTP_PROXY or ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the "
+            "host in NO_PROXY",
+            is_lasting="407" in text,  # the proxy requires user and password
+        )
+    problem = "be resolved" if _DNS.search(text) else "be reached"
+    return Unreachable(
+        f"{address} cannot {problem} ({reason}); check the network and the endpoint's spelling, or "
+        "set HTTPS_PROXY if this machine reaches the internet through a proxy"
     )
 
 
 def require_room(num_bytes: int, folder: Path, label: str) -> None:
-    """Raise DiskTooSmall unless `num_bytes` more fit on the folder's disk."""
+    """Raise DownloadError unless `num_bytes` more fit on the folder's disk."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise DiskTooSmall(
+        raise DownloadError(
             f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} "
-            "free; free some "
-            "space (dapo runs gc removes what no run needs), or set store.path to another disk"
+            f"free; {MORE_SPACE}"
         )
 
 
@@ -80,45 +91,6 @@ def seconds_from_now(retry_after: str) -> float | None:
         return float(text) if moment is None else max(0.0, moment - time.time())
     except ValueError:
         return None
-
-
-_TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
-_DNS = re.compile(
-    r"gaierror|NameResolution|getaddrinfo|Name or service not known|name resolution", re.IGNORECASE
-)
-
-
-def unreachable(address: str, error: BaseException) -> Unreachable:
-    """Explain an exception of an HTTP library: certificate, proxy, name resolution or network."""
-    reasons = list(_causes(error))
-    text = " ".join(f"{type(reason).__name__} {reason}" for reason in reasons)
-    root = reasons[-1]
-    reason = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
-    if _TLS.search(text):
-        problem = Unreachable(
-            f"{address} has no certificate that this machine trusts ({reason}); if a proxy in your "
-            "network signs "
-            "connections, point SSL_CERT_FILE and REQUESTS_CA_BUNDLE at a file with its certificate"
-        )
-        problem.is_lasting = True
-        return problem
-    if (proxy := _proxy_for(address)) is not None:
-        problem = Unreachable(
-            f"{address} cannot be reached through the proxy {proxy} ({reason}); correct "
-            "HTTPS_PROXY, HTTP_PROXY "
-            "or ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
-        )
-        problem.is_lasting = "407" in text  # the proxy requires user and password
-        return problem
-    if _DNS.search(text):
-        return Unreachable(
-            f"the host name in {address} cannot be resolved ({reason}); check the network and the "
-            "spelling of the "
-            "endpoint, or set HTTPS_PROXY if this machine reaches the internet through a proxy"
-        )
-    return Unreachable(
-        f"{address} cannot be reached ({reason}); check the network and the endpoint, then retry"
-    )
 
 
 def _proxy_for(address: str) -> str | None:
@@ -135,14 +107,9 @@ def _proxy_for(address: str) -> str | None:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes, outermost first."""
-    current: BaseException | None = error
-    while current is not None:
+    current: object = error
+    while isinstance(current, BaseException):
         yield current
-        inner = (
-            current.args[0] if current.args and isinstance(current.args[0], BaseException) else None
-        )
-        current = (
-            inner or getattr(current, "reason", None) or current.__cause__ or current.__context__
-        )
-        if not isinstance(current, BaseException):
-            return
+        inner = next((arg for arg in current.args[:1] if isinstance(arg, BaseException)), None)
+        reason = inner or getattr(current, "reason", None)
+        current = reason or current.__cause__ or current.__context__

@@ -6,43 +6,30 @@ The client finds endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`) and
 
 from __future__ import annotations
 
+import contextlib
 import glob
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from downloads.errors import (
-    AccessDenied,
-    DownloadError,
-    NotFound,
-    Offline,
-    Unreachable,
-    disk_is_full,
-    unreachable,
-)
+from downloads.errors import DownloadError, Unreachable, failed, refused
 from downloads.nearest import nearest
-from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot
-from downloads.transfer import MAX_PARALLEL, Meter, is_right, place
+from downloads.snapshot import Kind, RemoteFile, Report, Snapshot
 
 TIMEOUT_SECONDS = 30.0
-BUSY = frozenset({408, 425, 429})  # in addition to 5xx
+MISSING = "a mirror may list files that it has not copied; use another endpoint"
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
-    """A revision's commit and files, in one request (two for a gated repository). Raises
-    DownloadError.
-    """
+    """A revision's commit and files, in one request (two if gated). Raises DownloadError."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-    def request() -> Any:
-        describe: Any = HfApi().model_info if kind == "model" else HfApi().dataset_info
+    describe: Any = HfApi().model_info if kind == "model" else HfApi().dataset_info
+    with _explained(repo, revision, kind):
         info = describe(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
         if info.gated and info.siblings:  # anyone may list it; only a file shows who may read it
             first = info.siblings[0].rfilename
             get_hf_file_metadata(hf_hub_url(repo, first, repo_type=kind, revision=info.sha))
-        return info
-
-    info = _call(request, repo, revision, kind)
     files = tuple(
         RemoteFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
         for file in info.siblings or ()
@@ -50,16 +37,15 @@ def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     return Snapshot("hf", repo, str(info.sha), files, kind, revision)
 
 
-def fetch_files(
-    snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter
-) -> None:
-    """Download the files into the folder, keeping those that are complete. Raises DownloadError."""
+def download(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
+    """Download the files into the folder, except those it holds. Raises DownloadError."""
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
 
     received: dict[int, float] = {}
+    num_done = 0
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         """Reports bytes instead of showing them. Xet counts them twice: received and written."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,108 +53,75 @@ def fetch_files(
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
+            nonlocal num_done
             if self.counts_bytes:
                 received[id(self)] = received.get(id(self), 0) + (n or 0)
-                meter.update(PARTS, int(max(received.values())))
+            else:
+                num_done += int(n or 0)
+            report("", int(max(received.values(), default=0)), num_done)
             return None
 
-    pending = meter.keep_complete(files, folder)
-    if not pending:
-        return
-    for file in pending:
-        part = folder / PARTS / file.path
-        if part.is_file() and not is_right(part, file):
-            part.unlink()  # the client would keep it
-
-    def download() -> Any:
-        return snapshot_download(
+    with _explained(snapshot.repo, snapshot.revision, snapshot.kind):
+        snapshot_download(
             snapshot.repo,
             repo_type=snapshot.kind,
             revision=snapshot.commit,
-            local_dir=folder / PARTS,
-            allow_patterns=[glob.escape(file.path) for file in pending],
-            max_workers=MAX_PARALLEL,
+            local_dir=folder,
+            allow_patterns=[glob.escape(file.path) for file in files],
             tqdm_class=Bar,
         )
 
-    _call(download, snapshot.repo, snapshot.revision, snapshot.kind)
-    for file in pending:
-        place(file, folder, f"{snapshot.repo} at {_endpoint()}")
-    meter.update(PARTS, sum(file.size or 0 for file in pending), len(pending))
 
-
-def _call(request: Callable[[], Any], repo: str, revision: str | None, kind: Kind) -> Any:
-    """Call the client; raises its errors as DownloadError."""
+@contextlib.contextmanager
+def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
+    """Raise the client's errors as DownloadError."""
     from huggingface_hub import errors
 
     try:
-        return request()
+        yield
     except errors.LocalEntryNotFoundError as error:  # it looked on the disk after a failed request
         cause = error.__cause__ or error.__context__ or error
-        raise _explained(cause, repo, revision, kind) from error
+        raise _explanation(cause, repo, revision, kind) from error
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
-        raise _explained(error, repo, revision, kind) from error
+        raise _explanation(error, repo, revision, kind) from error
 
 
-def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind) -> DownloadError:
-    from huggingface_hub import errors
+def _explanation(
+    error: BaseException, repo: str, revision: str | None, kind: Kind
+) -> DownloadError:
+    from huggingface_hub import constants, errors
 
-    match error:
-        case errors.OfflineModeIsEnabled():
-            return Offline(
-                f"HF_HUB_OFFLINE is set, so {repo} cannot be requested; unset it, or use a local "
-                "folder with model.source=path (for data: a local file)"
-            )
-        case errors.GatedRepoError():
-            return AccessDenied(f"{repo}: {_denied(repo, kind)}")
-        case errors.RevisionNotFoundError():
-            near = _nearest_revision(repo, revision, kind)
-            return NotFound(f"{repo} has no revision {revision}{near}")
-        case errors.RepositoryNotFoundError():
-            return NotFound(
-                f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP "
-                f"{error.response.status_code}); {_denied(repo, kind)}"
-            )
-        case errors.HFValidationError():
-            return NotFound(f"{repo} is not a valid {kind} name: {error}")
-        case errors.HfHubHTTPError():
-            return _http_error(error, repo, kind)
-        case errors.FileMetadataError():
-            return DownloadError(f"{_endpoint()} does not answer like a hub: {error}")
-        case OSError() if (full := disk_is_full(error)) is not None:
-            return full
-    return unreachable(_endpoint(), error)
-
-
-def _http_error(error: Any, repo: str, kind: Kind) -> DownloadError:
-    status, url = error.response.status_code, error.response.url
-    if status in (401, 403):
-        return AccessDenied(f"{repo}: {_denied(repo, kind)} (HTTP {status})")
-    if status == 404:
-        return NotFound(
-            f"{url} does not exist (HTTP 404): a mirror may list files that it has not copied; use "
-            "another endpoint"
-        )
-    if status in BUSY or status >= 500:
-        return Unreachable(f"{_endpoint()} returned HTTP {status} for {repo}; run it again later")
-    return DownloadError(
-        f"{_endpoint()} refused the request for {repo}: HTTP {status}: "
-        f"{error.server_message or error}"
-    )
-
-
-def _denied(repo: str, kind: Kind) -> str:
-    place = f"{_endpoint()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
-    return (
-        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account "
+    endpoint = constants.ENDPOINT
+    page = f"{endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    denied = (
+        f"accept its terms at {page} if it is gated, and set HF_TOKEN to a token of that account "
         "with read access (or run: hf auth login)"
     )
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT
+    match error:
+        case errors.OfflineModeIsEnabled():
+            return Unreachable(
+                f"HF_HUB_OFFLINE is set, so {repo} cannot be requested; unset it, or use a local "
+                "folder with model.source=path (for data: a local file)",
+                is_lasting=True,
+            )
+        case errors.RevisionNotFoundError():
+            near = _nearest_revision(repo, revision, kind)
+            return DownloadError(f"{repo} has no revision {revision}{near}")
+        case errors.GatedRepoError():
+            return refused(403, page, denied, MISSING)
+        case errors.RepositoryNotFoundError(response=response):
+            return DownloadError(
+                f"there is no {kind} {repo} at {endpoint}, or it is private (HTTP "
+                f"{response.status_code}); {denied}"
+            )
+        case errors.HFValidationError():
+            return DownloadError(f"{repo} is not a valid {kind} name: {error}")
+        case errors.HfHubHTTPError(response=response):
+            address = str(response.url).partition("?")[0]  # without a signature
+            return refused(response.status_code, address, denied, MISSING)
+        case errors.FileMetadataError():
+            return DownloadError(f"{endpoint} does not answer like a hub: {error}")
+    return failed(endpoint, error)
 
 
 def _nearest_revision(repo: str, revision: str | None, kind: Kind) -> str:

@@ -6,49 +6,40 @@ exposes no commit, so a digest of the file listing, which has a sha256 per file,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from downloads.errors import (
-    AccessDenied,
-    DownloadError,
-    NotFound,
-    Unreachable,
-    WrongContent,
-    disk_is_full,
-    unreachable,
-)
+from downloads.errors import DownloadError, failed, refused
 from downloads.nearest import nearest
-from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot
-from downloads.transfer import MAX_PARALLEL, Meter, place
+from downloads.snapshot import Kind, RemoteFile, Report, Snapshot
 
-DEFAULT_REVISION = "master"
+DENIED = (
+    "accept its terms on its page, if any, and set MODELSCOPE_API_TOKEN to a token with read access"
+)
+MAX_PARALLEL = 8
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     """The files of a revision, with the digest of their listing as commit. Raises DownloadError."""
-    listed = _call(
-        lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind
-    )
+    with _explained(repo, revision, kind):
+        listed = _api().list_repo_files(repo, kind, revision=revision)
     files = tuple(
         RemoteFile(file.path, file.size, file.sha256)
         for file in listed
         if file.type != "tree" and file.path
     )
     rows = sorted((file.path, file.size, file.sha256) for file in files)
-    return Snapshot(
-        "modelscope", repo, hashlib.sha1(repr(rows).encode()).hexdigest(), files, kind, revision
-    )
+    commit = hashlib.sha1(repr(rows).encode()).hexdigest()
+    return Snapshot("modelscope", repo, commit, files, kind, revision)
 
 
-def fetch_files(
-    snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter
-) -> None:
-    """Download the files into the folder, keeping those that are complete. Raises DownloadError."""
+def download(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
+    """Download the files into the folder, except those it holds. Raises DownloadError."""
     from modelscope_hub import ProgressCallback
 
     class Callback(ProgressCallback):
@@ -56,90 +47,70 @@ def fetch_files(
 
         def update(self, size: int) -> None:
             self.received += size
-            meter.update(self.filename, self.received)
+            is_done = self.received == self.file_size
+            report(self.filename, self.received, int(is_done))
 
-    pending = meter.keep_complete(files, folder)
-    rows = [
-        {"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"}
-        for file in pending
-    ]
-
-    def download() -> Any:
-        return _api().download_repo(
+    with _explained(snapshot.repo, snapshot.revision, snapshot.kind):
+        _api().download_repo(
             snapshot.repo,
             snapshot.kind,
             revision=snapshot.revision,
-            local_dir=folder / PARTS,
+            local_dir=folder,
             max_workers=MAX_PARALLEL,
-            file_list=rows,
+            file_list=[
+                {"Path": file.path, "Size": file.size, "Sha256": file.sha256} for file in files
+            ],
             progress_callbacks=[Callback],
         )
-
-    _call(download, snapshot.repo, snapshot.revision, snapshot.kind)
-    for file in pending:
-        place(file, folder, f"{snapshot.repo} at {_endpoint()}")
-        meter.update(file.path, file.size or 0, 1)
 
 
 def _api() -> Any:
     os.environ.setdefault("TQDM_DISABLE", "1")  # the only way to turn off its progress bars
     from modelscope_hub.api import HubApi
 
-    logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # failures are raised as errors
-
+    logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)  # failures are raised as errors
     return HubApi()
 
 
-def _call(request: Callable[[], Any], repo: str, revision: str | None, kind: Kind) -> Any:
-    """Call the client; raises its errors as DownloadError."""
+@contextlib.contextmanager
+def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
+    """Raise the client's errors as DownloadError."""
     from modelscope_hub import errors
 
     try:
-        return request()
+        yield
     except errors.FileDownloadError as error:
         first = next(iter(error.failed_files.values()), error)
-        raise _explained(first, repo, revision, kind) from error
+        raise _explanation(first, repo, revision, kind) from error
     except (errors.HubError, OSError) as error:
-        raise _explained(error, repo, revision, kind) from error
+        raise _explanation(error, repo, revision, kind) from error
 
 
-def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind) -> DownloadError:
+def _explanation(
+    error: BaseException, repo: str, revision: str | None, kind: Kind
+) -> DownloadError:
     from modelscope_hub import errors
-
-    place = f"{kind} {repo} at {_endpoint()}"
-    match error:
-        case errors.AuthenticationError() | errors.PermissionDeniedError():
-            return AccessDenied(
-                f"access to {place} is denied (HTTP {error.status_code}): accept its terms on its "
-                "page, if any, "
-                "and set MODELSCOPE_API_TOKEN to a token with read access"
-            )
-        case errors.NotExistError():
-            return NotFound(
-                f"{place} has no revision {revision or DEFAULT_REVISION} or lacks a file that it "
-                "lists, does not "
-                f"exist, or is private{_revisions(repo, revision, kind)}; correct the name, or set "
-                f"MODELSCOPE_API_TOKEN ({error.message})"
-            )
-        case errors.FileIntegrityError():
-            return WrongContent(
-                f"a file of {place} does not match its listing: {error.message}. It was discarded; "
-                "it may have "
-                "changed during the download: run it again"
-            )
-        case errors.RateLimitError() | errors.ServerError():
-            return Unreachable(f"{_endpoint()} is busy: {error}; run it again later")
-        case errors.APIError():
-            return DownloadError(f"{_endpoint()} refused the request for {place}: {error}")
-        case OSError() if (full := disk_is_full(error)) is not None:
-            return full
-    return unreachable(_endpoint(), error)
-
-
-def _endpoint() -> str:
     from modelscope_hub.config import get_default_config
 
-    return str(get_default_config().endpoint)
+    endpoint = str(get_default_config().endpoint)
+    place = f"{kind} {repo} at {endpoint}"
+    match error:
+        case errors.NotExistError():
+            return DownloadError(
+                f"{place} has no revision {revision or 'master'} or lacks a file that it lists, "
+                f"does not exist, or is private{_revisions(repo, revision, kind)}; correct the "
+                f"name, or set MODELSCOPE_API_TOKEN ({error.message})"
+            )
+        case errors.AuthenticationError() | errors.PermissionDeniedError():
+            return refused(403, place, DENIED, "")
+        case errors.FileIntegrityError():
+            return DownloadError(
+                f"a file of {place} does not match its listing: {error.message}. It was discarded; "
+                "it may have changed during the download: run it again"
+            )
+        case errors.APIError(status_code=int(status)):
+            return refused(status, place, DENIED, str(error))
+    return failed(endpoint, error)
 
 
 def _revisions(repo: str, revision: str | None, kind: Kind) -> str:
@@ -149,6 +120,5 @@ def _revisions(repo: str, revision: str | None, kind: Kind) -> str:
         rows = _api().list_repo_revisions(repo, kind)
     except (errors.HubError, OSError):
         return ""
-    return nearest(
-        revision or DEFAULT_REVISION, [str(row.get("Revision") or row.get("Name")) for row in rows]
-    )
+    names = [str(row.get("Revision") or row.get("Name")) for row in rows]
+    return nearest(revision or "master", names)

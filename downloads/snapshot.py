@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote
 
-from downloads.errors import BadReference
+from downloads.errors import DownloadError
 
 Kind = Literal["model", "dataset"]
 HubName = Literal["hf", "modelscope", "url"]
 
-PARTS = ".parts"  # folder for incomplete files, inside the download's folder
-
 _HUB = re.compile(
-    r"(?P<hub>hf|modelscope):(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/#\s]+))?(?:/(?P<file>[^#]+?))?/?"
-    r"(?:#sha256=(?P<sha256>.*))?"
+    r"(?P<hub>hf|modelscope):(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/#\s]+))?"
+    r"(?:/(?P<file>[^#]+?))?/?(?:#sha256=(?P<sha256>.*))?"
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REMOTE = re.compile(r"(hf|modelscope|https?):")
@@ -31,6 +31,19 @@ class RemoteFile:
     size: int | None = None  # bytes; None until the download begins
     sha256: str | None = None
     git_oid: str | None = None  # git blob sha1, for files outside LFS
+
+    def is_at(self, path: Path) -> bool:
+        """True if the file at `path` exists and has this size and digest."""
+        size = size_of(path)
+        if not path.is_file() or self.size not in (None, size):
+            return False
+        with path.open("rb") as content:
+            if self.sha256 is not None:
+                return hashlib.file_digest(content, "sha256").hexdigest() == self.sha256
+            if self.git_oid is not None:
+                blob = b"blob %d\0" % size + content.read()
+                return hashlib.sha1(blob).hexdigest() == self.git_oid
+        return True
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,12 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+Report = Callable[[str, int, int], None]  # under a name: bytes and complete files so far
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def is_remote(text: str) -> bool:
@@ -81,27 +100,25 @@ def is_remote(text: str) -> bool:
 
 
 def parse_reference(text: str) -> Reference:
-    """Parse a hub reference. A slash within a revision is written %2F. Raises BadReference."""
+    """Parse a hub reference; a slash in a revision is written %2F. Raises DownloadError."""
     match = _HUB.fullmatch(text)
     if match is None:
-        raise BadReference(
+        raise DownloadError(
             f"{text} is not of the form hf:ORG/NAME, hf:ORG/NAME@REVISION or "
-            "hf:ORG/NAME@REVISION/FILE "
-            "(likewise for modelscope:)"
+            "hf:ORG/NAME@REVISION/FILE (likewise for modelscope:)"
         )
     revision = unquote(match["revision"]) if match["revision"] else None
     digest = require_digest(text, match["sha256"]) if match["sha256"] is not None else None
     if digest and not match["file"]:
-        raise BadReference(f"{text} has a sha256 but names no file; add /FILE before the #")
+        raise DownloadError(f"{text} has a sha256 but names no file; add /FILE before the #")
     return Reference(match["hub"], match["repo"], revision, match["file"], digest)  # type: ignore[arg-type]
 
 
 def require_digest(text: str, digest: str) -> str:
-    """The digest in lower case. Raises BadReference unless it has 64 hexadecimal digits."""
+    """The digest in lower case. Raises DownloadError unless it has 64 hexadecimal digits."""
     if not _DIGEST.fullmatch(digest.lower()):
-        raise BadReference(
+        raise DownloadError(
             f"{text} is not pinned: append #sha256= and the file's 64-digit digest (sha256sum FILE "
-            "prints it), so "
-            "that a changed file is detected"
+            "prints it), so that a changed file is detected"
         )
     return digest.lower()

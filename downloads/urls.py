@@ -18,21 +18,18 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import httpx
 
 from downloads.errors import (
-    AccessDenied,
-    BadReference,
     DownloadError,
-    NotFound,
     Unreachable,
-    WrongContent,
-    disk_is_full,
+    failed,
+    refused,
     require_room,
-    unreachable,
+    seconds_from_now,
 )
-from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot, require_digest
-from downloads.transfer import Meter, is_right, place
+from downloads.snapshot import Kind, RemoteFile, Report, Snapshot, require_digest, size_of
 
 MAX_ATTEMPTS = 5  # in a row without progress
 BACKOFF_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60.0
 TIMEOUT_SECONDS = 60.0
 PLAIN = {"Accept-Encoding": "identity"}  # ranges count the file's own bytes
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
@@ -44,101 +41,93 @@ _DENIED = (
 
 
 def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
-    """The files that the URLs name, without contacting a server. Raises BadReference."""
+    """The files that the URLs name, without contacting a server. Raises DownloadError."""
     files = []
     for url in urls:
         address, fragment = urldefrag(url)
         parts = urlsplit(address)
-        name = PurePosixPath(unquote(parts.path)).name
+        name = _name_in(address)
         if parts.scheme not in ("http", "https") or not parts.netloc or not name:
-            raise BadReference(f"{url} is not an http or https URL of a file")
+            raise DownloadError(f"{url} is not an http or https URL of a file")
         if parts.username or parts.password:
-            raise BadReference(f"a URL of {parts.hostname} contains a user or password: {_DENIED}")
+            raise DownloadError(f"a URL of {parts.hostname} contains a user or password: {_DENIED}")
         digest = require_digest(url, fragment.removeprefix("sha256="))
         files.append(RemoteFile(name, None, digest))
     names = [file.path for file in files]
     if len(set(names)) < len(names):
-        raise BadReference(f"two URLs end in the same file name: {', '.join(sorted(names))}")
+        raise DownloadError(f"two URLs end in the same file name: {', '.join(sorted(names))}")
     if len(files) > 1 and (archives := [name for name in names if is_archive(name)]):
-        raise BadReference(
+        raise DownloadError(
             f"{archives[0]} is an archive next to other files; name a single archive, or only "
             "plain files"
         )
-    commit = hashlib.sha1(
-        repr(sorted((file.path, file.sha256) for file in files)).encode()
-    ).hexdigest()
+    rows = sorted((file.path, file.sha256) for file in files)
+    commit = hashlib.sha1(repr(rows).encode()).hexdigest()
     return Snapshot("url", " ".join(urldefrag(url)[0] for url in urls), commit, tuple(files), kind)
 
 
-def fetch_files(
-    snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter
-) -> None:
-    """Download the files into the folder, keeping those that are complete. Raises DownloadError."""
-    with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS) as client:
-        for file in meter.keep_complete(files, folder):
-            part = folder / PARTS / file.path
-            part.parent.mkdir(parents=True, exist_ok=True)
-            url = _url_of(snapshot, file)
-            try:
-                _receive_all(client, url, file, part, meter)
-                if not is_right(part, file):  # the part may be left over from different content
-                    part.unlink()
-                    _receive_all(client, url, file, part, meter)
-            except OSError as error:
-                raise disk_is_full(error) or error from error
-            place(file, folder, url)
-            meter.update(file.path, (folder / file.path).stat().st_size, 1)
-
-
-def with_sizes(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path) -> list[RemoteFile]:
-    """The files, with the sizes that the server reports for those to download."""
+def with_sizes(snapshot: Snapshot, files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """The files with the sizes that the server reports."""
     sized = []
-    with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS) as client:
+    with _client() as client:
         for file in files:
             length = ""
-            if not (folder / file.path).is_file():
-                with contextlib.suppress(httpx.HTTPError):  # the download will report it
-                    response = client.head(_url_of(snapshot, file), headers=PLAIN)
-                    length = response.headers.get("Content-Length", "") * response.is_success
+            with contextlib.suppress(httpx.HTTPError):  # the download will report it
+                response = client.head(_url_of(snapshot, file), headers=PLAIN)
+                length = response.headers.get("Content-Length", "") * response.is_success
             sized.append(replace(file, size=int(length) if length.isdigit() else None))
     return sized
 
 
+def download(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
+    """Download the files into the folder; continue unfinished ones. Raises DownloadError."""
+    with _client() as client:
+        for file in files:
+            _receive_all(client, _url_of(snapshot, file), file, folder / file.path, report)
+
+
+def _client() -> httpx.Client:
+    return httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS)
+
+
 def _url_of(snapshot: Snapshot, file: RemoteFile) -> str:
-    for address in snapshot.repo.split(" "):
-        if PurePosixPath(unquote(urlsplit(address).path)).name == file.path:
-            return address
-    raise BadReference(f"{file.path} is none of {snapshot.repo}")
+    return next(url for url in snapshot.repo.split(" ") if _name_in(url) == file.path)
+
+
+def _name_in(url: str) -> str:
+    return PurePosixPath(unquote(urlsplit(url).path)).name
 
 
 def _receive_all(
-    client: httpx.Client, url: str, file: RemoteFile, part: Path, meter: Meter
+    client: httpx.Client, url: str, file: RemoteFile, part: Path, report: Report
 ) -> None:
     """Download the missing bytes of `part`, with retries as long as some arrive."""
     failures = 0
     while True:
-        before = _size(part)
+        before = size_of(part)
         try:
-            return _receive(client, url, file, part, meter)
+            return _receive(client, url, file, part, report)
         except Unreachable as error:
-            failures = 0 if _size(part) > before else failures + 1
+            failures = 0 if size_of(part) > before else failures + 1
             if error.is_lasting or failures >= MAX_ATTEMPTS:
                 raise
             time.sleep(BACKOFF_SECONDS * 2**failures)
 
 
-def _receive(client: httpx.Client, url: str, file: RemoteFile, part: Path, meter: Meter) -> None:
+def _receive(client: httpx.Client, url: str, file: RemoteFile, part: Path, report: Report) -> None:
     """Append the missing bytes to `part`. Raises Unreachable if a retry may help."""
-    have = _size(part)
+    have = size_of(part)
     if file.size is not None and have >= file.size > 0:
-        return meter.update(file.path, have)
+        return report(file.path, have, 1)
     headers = {**PLAIN, "Range": f"bytes={have}-"} if have else PLAIN
     try:
         with client.stream("GET", url, headers=headers) as response:
             if response.status_code == 416:
                 part.unlink(missing_ok=True)
             if not response.is_success:
-                raise _refusal(url, response)
+                told = seconds_from_now(response.headers.get("Retry-After", "")) or 0.0
+                time.sleep(min(told, MAX_RETRY_AFTER_SECONDS))
+                raise refused(response.status_code, url, _DENIED, "correct the URL")
             begin = _RANGE.match(response.headers.get("Content-Range", ""))
             resumes = response.status_code == 206 and begin is not None and int(begin[1]) == have
             received = have if resumes else 0
@@ -146,32 +135,12 @@ def _receive(client: httpx.Client, url: str, file: RemoteFile, part: Path, meter
                 for chunk in response.iter_bytes():
                     content.write(chunk)
                     received += len(chunk)
-                    meter.update(file.path, received)
+                    report(file.path, received, int(received == file.size))
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         parts = urlsplit(url)
-        raise unreachable(f"{parts.scheme}://{parts.netloc}", error) from error
-    if file.size is not None and _size(part) < file.size:
-        raise Unreachable(f"{url} ended after {_size(part)} of {file.size} bytes")
-
-
-def _refusal(url: str, response: httpx.Response) -> DownloadError:
-    status = response.status_code
-    if status in (401, 403):
-        return AccessDenied(f"access to {url} is denied (HTTP {status}): {_DENIED}")
-    if status in (404, 410):
-        return NotFound(f"{url} does not exist (HTTP {status}); correct the URL")
-    if status == 407:
-        return DownloadError(
-            f"the proxy for {url} requires a user and password: "
-            "HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
-        )
-    if status in (408, 416, 425, 429) or status >= 500:
-        return Unreachable(f"{url} returned HTTP {status}; run it again later")
-    return DownloadError(f"{url} returned HTTP {status}")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+        raise failed(f"{parts.scheme}://{parts.netloc}", error) from error
+    if file.size is not None and received < file.size:
+        raise Unreachable(f"{url} ended after {received} of {file.size} bytes")
 
 
 def is_archive(name: str) -> bool:
@@ -179,23 +148,19 @@ def is_archive(name: str) -> bool:
     return name.lower().endswith(ARCHIVES)
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive into the folder, without its top folder if it has only one, then remove the
-    archive.
+def unpack(archive: Path, staged: Path, folder: Path) -> None:
+    """Unpack an archive into the folder, through `staged`, without its top folder if it has one.
 
     Existing files are replaced. The archive is removed last, so that a kill does not cause another
-    download. Raises WrongContent for links, devices and names that lead out of the folder, and
-    DiskTooSmall if the files do not fit.
+    download. Raises DownloadError for links, devices, names that lead out of the folder, and if
+    the files do not fit.
     """
-    staged = folder / PARTS / "unpacked"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        _unzip(archive, staged) if archive.name.lower().endswith(".zip") else _untar(
-            archive, staged
-        )
+        _unpack(archive, staged)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
-        raise WrongContent(f"{archive.name} cannot be unpacked: {error}") from error
+        raise DownloadError(f"{archive.name} cannot be unpacked: {error}") from error
     top = list(staged.iterdir())
     source = top[0] if len(top) == 1 and top[0].is_dir() else staged
     for path in [path for path in source.rglob("*") if path.is_file()]:
@@ -205,27 +170,26 @@ def unpack(archive: Path, folder: Path) -> None:
     archive.unlink()
 
 
-def _unzip(archive: Path, folder: Path) -> None:
-    with zipfile.ZipFile(archive) as content:
-        items = content.infolist()
-        require_room(sum(item.file_size for item in items), folder, f"in {archive.name}")
-        for item in items:
-            _require_plain(item.filename, archive, not stat.S_ISLNK(item.external_attr >> 16))
-        content.extractall(folder)
-
-
-def _untar(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as content:
-        members = content.getmembers()
-        require_room(sum(member.size for member in members), folder, f"in {archive.name}")
-        for member in members:
+def _unpack(archive: Path, staged: Path) -> None:
+    if archive.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(archive) as zipped:
+            for item in zipped.infolist():
+                _require_plain(item.filename, archive, not stat.S_ISLNK(item.external_attr >> 16))
+            num_bytes = sum(item.file_size for item in zipped.infolist())
+            require_room(num_bytes, staged, f"in {archive.name}")
+            zipped.extractall(staged)
+        return
+    with tarfile.open(archive) as packed:
+        for member in packed.getmembers():
             _require_plain(member.name, archive, member.isfile() or member.isdir())
-        content.extractall(folder, members, filter="data")
+        num_bytes = sum(member.size for member in packed.getmembers())
+        require_room(num_bytes, staged, f"in {archive.name}")
+        packed.extractall(staged, filter="data")
 
 
 def _require_plain(name: str, archive: Path, is_plain: bool) -> None:
     path = PurePosixPath(name.replace("\\", "/"))
     if not is_plain:
-        raise WrongContent(f"{archive.name} contains {name}, a link or device")
+        raise DownloadError(f"{archive.name} contains {name}, a link or device")
     if path.is_absolute() or ".." in path.parts:
-        raise WrongContent(f"{archive.name} contains {name}, which leads out of the folder")
+        raise DownloadError(f"{archive.name} contains {name}, which leads out of the folder")

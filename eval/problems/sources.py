@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import downloads
-from downloads import OnProgress, RemoteFile, Snapshot
+from downloads import OnProgress, Snapshot
 from durable import locked
 from eval.problems import ProblemsError
 from eval.problems.files import FORMATS
@@ -43,7 +43,7 @@ def fetch(
     folder = (cache or default_cache()) / snapshot.commit[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", waiting=f"which downloads {snapshot.repo}"):
-        if not all(_is_verified(folder, file) for file in snapshot.files):
+        if not all(file.is_at(folder / file.path) for file in snapshot.files):
             logger.info("downloading %s", str(source).partition("#")[0])
             downloads.fetch(snapshot, folder, on_progress=on_progress)
     names = [file.path for file in snapshot.files]
@@ -86,9 +86,3 @@ _USES: dict[Split, str] = {"train": "train on", "test": "evaluate with"}
 def default_cache() -> Path:
     """Return the default folder of downloaded problem files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
-
-
-def _is_verified(folder: Path, file: RemoteFile) -> bool:
-    from downloads.transfer import is_right
-
-    return (folder / file.path).is_file() and is_right(folder / file.path, file)

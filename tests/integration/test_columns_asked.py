@@ -179,7 +179,7 @@ def test_a_hub_baseline_shares_its_artifact_with_a_recipe_for_that_model(tmp_pat
         folder / "model.safetensors"
     ).read_bytes()
     assert [finding.status for finding in findings] == [OK, FAIL]
-    assert columns.absent["none"].startswith("NotFound: ")
+    assert columns.absent["none"].startswith("DownloadError: ")
 
 
 def served_by(artifact: Artifact) -> str:

@@ -15,7 +15,7 @@ from huggingface_hub import close_session, constants
 from modelscope_hub.config import set_default_config
 
 import downloads
-from downloads import Progress, fetch, resolve, urls
+from downloads import DownloadError, Progress, Unreachable, fetch, resolve, urls
 from tests.hub_server import Handler, HubServer, Repo, sha256
 
 WEIGHTS = random.Random(0).randbytes(700_000)
@@ -74,15 +74,15 @@ def test_a_reference_resolves_without_content_and_its_files_are_fetched(
         fetch(snapshot, tmp_path / "some", ["config.json"])
         assert (tmp_path / "some/config.json").read_bytes() == FILES["config.json"]
     else:  # has no commits; digests reveal a branch that moved
-        with pytest.raises(downloads.WrongContent, match=r"config\.json.*may have changed"):
+        with pytest.raises(DownloadError, match=r"config\.json.*may have changed"):
             fetch(snapshot, tmp_path / "some", ["config.json"])
 
 
 def failing(
     reference: str | list[str], folder: Path, kind: downloads.Kind = "model"
-) -> downloads.DownloadError:
+) -> DownloadError:
     """The error of resolving and fetching a reference; checks that it survives pickling."""
-    with pytest.raises(downloads.DownloadError) as caught:
+    with pytest.raises(DownloadError) as caught:
         fetch(resolve(reference, kind), folder)
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (type(copied), str(copied)) == (type(caught.value), str(caught.value))
@@ -111,7 +111,6 @@ def test_unknown_names_are_refused_with_suggestions(hub: HubServer, tmp_path: Pa
         ),
     ):
         error = failing(reference, tmp_path)
-        assert isinstance(error, downloads.NotFound), reference
         assert re.search(message, str(error)), error
         assert error.is_lasting
     assert hub.contents() == []
@@ -130,13 +129,11 @@ def test_a_token_opens_gated_and_private_repositories_and_is_sent_only_to_the_hu
             monkeypatch.setenv("MODELSCOPE_API_TOKEN", token)
             set_default_config(None)
         error = failing("hf:org/tiny", tmp_path / "out")
-        assert isinstance(error, downloads.AccessDenied if is_gated else downloads.NotFound)
-        assert f"accept its terms at {hub.url}/org/tiny if it is gated, and set HF_TOKEN" in str(
-            error
-        )
+        assert ("is denied" if is_gated else "or it is private") in str(error)
+        terms = f"accept its terms at {hub.url}/org/tiny if it is gated, and set HF_TOKEN"
+        assert terms in str(error)
         error = failing("modelscope:org/tiny", tmp_path / "out")
-        assert isinstance(error, downloads.AccessDenied)
-        assert "MODELSCOPE_API_TOKEN" in str(error)
+        assert re.search("is denied.*MODELSCOPE_API_TOKEN", str(error))
         assert error.is_lasting
     assert hub.contents() == []
     for name in ("HF_TOKEN", "MODELSCOPE_API_TOKEN"):
@@ -183,8 +180,7 @@ def test_a_busy_server_is_retried_and_a_busy_hub_is_worth_another_attempt(
     assert contents(tmp_path) == {"w.bin": WEIGHTS}
     answers.append(503)
     error = failing("hf:org/tiny", tmp_path)
-    assert isinstance(error, downloads.Unreachable)
-    assert "returned HTTP 503 for org/tiny; run it again later" in str(error)
+    assert "org/tiny returned HTTP 503; run it again later" in str(error)
     assert not error.is_lasting
 
 
@@ -193,10 +189,8 @@ def test_a_mirror_that_lacks_a_listed_file(hub: HubServer, tmp_path: Path) -> No
     repo.commit(FILES)
     repo.missing = {"config.json"}
     error = failing("hf:org/tiny", tmp_path / "hf")
-    assert isinstance(error, downloads.NotFound)
     assert re.search(r"config\.json does not exist \(HTTP 404\).*mirror may list files", str(error))
     error = failing("modelscope:org/tiny", tmp_path / "ms")
-    assert isinstance(error, downloads.NotFound)
     assert "lacks a file that it lists" in str(error)
 
 
@@ -212,15 +206,14 @@ def test_wrong_content_is_not_kept(hub: HubServer, tmp_path: Path, name: str) ->
 
     hub.interfere = exchange
     with pytest.raises(
-        downloads.WrongContent,
-        match=rf"{name} of org/tiny at .* is not the expected file.*sha256 {sha256(bad)}",
+        DownloadError,
+        match=rf"{name} of org/tiny is not the expected file.*sha256 {sha256(bad)}",
     ):
         fetch(snapshot, tmp_path / "out", [name])
     assert not (tmp_path / "out" / name).exists()
     assert len(hub.contents()) == 1
     hub.interfere = lambda handler: False
-    part = tmp_path / "out/.parts" / name
-    part.write_bytes(b"?" * 5)  # left over from different content
+    (tmp_path / "out/.parts" / snapshot.commit / name).write_bytes(b"?" * 5)
     fetch(snapshot, tmp_path / "out", [name])
     assert contents(tmp_path / "out") == {name: FILES[name]}
 
@@ -238,7 +231,6 @@ def test_a_small_disk_is_reported_before_the_first_byte(
         f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}",
     ):
         error = failing(reference, tmp_path / "out")
-        assert isinstance(error, downloads.DiskTooSmall)
         assert re.search(
             r"700,\d{3} bytes to download do not fit on the disk of .*, which has 100,000 free",
             str(error),
@@ -246,20 +238,13 @@ def test_a_small_disk_is_reported_before_the_first_byte(
     assert hub.contents() == []
 
 
-@pytest.mark.parametrize(
-    ("scheme", "part"), [("url", "config.json"), ("modelscope", "config.json.incomplete")]
-)
-def test_a_disk_that_fills_up_is_reported(
-    hub: HubServer, tmp_path: Path, scheme: str, part: str
-) -> None:
+def test_a_disk_that_fills_up_is_reported(hub: HubServer, tmp_path: Path) -> None:
     hub.model().commit(FILES)
-    hub.plain["/config.json"] = FILES["config.json"]
-    (tmp_path / ".parts").mkdir()
-    (tmp_path / ".parts" / part).symlink_to("/dev/full")
-    pinned = f"{hub.url}/config.json#sha256={sha256(FILES['config.json'])}"
-    error = failing(pinned if scheme == "url" else "modelscope:org/tiny/config.json", tmp_path)
-    assert isinstance(error, downloads.DiskTooSmall)
-    assert "the disk filled up during the download: [Errno 28]" in str(error)
+    reference = "modelscope:org/tiny/config.json"
+    parts = tmp_path / ".parts" / resolve(reference).commit
+    parts.mkdir(parents=True)
+    (parts / "config.json.incomplete").symlink_to("/dev/full")
+    assert "the disk filled up during the download: [Errno 28]" in str(failing(reference, tmp_path))
 
 
 @pytest.mark.parametrize("scheme", ["hf", "modelscope", "url"])
@@ -269,14 +254,14 @@ def test_network_failures_are_told_apart(
     monkeypatch.setattr(urls, "MAX_ATTEMPTS", 1)
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
 
-    def error_at(endpoint: str) -> downloads.Unreachable:
+    def error_at(endpoint: str) -> Unreachable:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setenv("MODELSCOPE_ENDPOINT", endpoint)
         set_default_config(None)
         close_session()
         url = f"{endpoint}/f.json#sha256={'0' * 64}"
         error = failing(url if scheme == "url" else f"{scheme}:org/tiny", tmp_path)
-        assert isinstance(error, downloads.Unreachable)
+        assert isinstance(error, Unreachable)
         return error
 
     refused = error_at("http://127.0.0.1:9")
@@ -295,7 +280,7 @@ def test_network_failures_are_told_apart(
 
 
 def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
-    with pytest.raises(downloads.BadReference, match="a user or password") as caught:
+    with pytest.raises(DownloadError, match="a user or password") as caught:
         resolve(f"https://me:hidden-word@a.org/b#sha256={'0' * 64}")
     assert "hidden-word" not in str(caught.value)
 

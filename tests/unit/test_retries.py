@@ -17,7 +17,7 @@ from prefect.task_engine import TaskRunTimeoutError
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.machine.stopping import TrainingStopped
-from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
+from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 from flows.cli import main
 from tasks.artifacts.artifact import StoreError
@@ -59,11 +59,8 @@ LASTING = (
     StoreError("disk full"),
     FileNotFoundError(2, "no such file"),
     TypeError("a mistake of ours"),
-    Offline("by the environment"),
-    AccessDenied("gated"),
-    NotFound("misspelt"),
-    WrongContent("another digest"),
-    DiskTooSmall("16 GB"),
+    DownloadError("gated"),
+    Unreachable("offline by the environment", is_lasting=True),
 )
 
 
