@@ -77,10 +77,14 @@ def fetch(
     from downloads import huggingface, modelscope, urls
 
     files = [file for file in snapshot.files if paths is None or file.path in paths]
+    kept: dict[str, int] = {}
+    pending = []
     for file in files:
         _require_inside(file)
-    pending = [file for file in files if not file.is_at(folder / file.path)]
-    kept = {file.path: size_of(folder / file.path) for file in files if file not in pending}
+        if file.is_at(folder / file.path):
+            kept[file.path] = size_of(folder / file.path)
+        else:
+            pending.append(file)
     if snapshot.hub == "url":
         pending = urls.with_sizes(snapshot, pending)
     parts = folder / PARTS / snapshot.commit  # content of different commits does not mix

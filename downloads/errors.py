@@ -15,7 +15,6 @@ from durable import FULL_DISK_ERRORS
 BUSY = frozenset({408, 416, 425, 429})  # in addition to 5xx
 MORE_SPACE = "free some space (dapo runs gc removes what no run needs), or set store.path"
 _TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
-_DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not known", re.IGNORECASE)
 
 
 class DownloadError(Exception):
@@ -44,7 +43,7 @@ def refused(status: int, what: str, denied: str, missing: str) -> DownloadError:
 
 
 def failed(address: str, error: BaseException) -> DownloadError:
-    """Explain an exception of a client: disk, certificate, proxy, name resolution or network."""
+    """Explain an exception of a client: disk, certificate, proxy or network."""
     if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
         return DownloadError(
             f"the disk filled up during the download: {error}. Partial files are kept; {MORE_SPACE}"
@@ -66,10 +65,9 @@ def failed(address: str, error: BaseException) -> DownloadError:
             "host in NO_PROXY",
             is_lasting="407" in text,  # the proxy requires user and password
         )
-    problem = "be resolved" if _DNS.search(text) else "be reached"
     return Unreachable(
-        f"{address} cannot {problem} ({reason}); check the network and the endpoint's spelling, or "
-        "set HTTPS_PROXY if this machine reaches the internet through a proxy"
+        f"{address} cannot be reached ({reason}); check the network and the endpoint's spelling, "
+        "or set HTTPS_PROXY if this machine reaches the internet through a proxy"
     )
 
 
