@@ -13,6 +13,7 @@ import hashlib
 import shutil
 import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -44,6 +45,7 @@ __all__ = [
     "resolve",
 ]
 
+MAX_PARALLEL = 8  # files that are verified at a time
 PARTS = ".parts"  # unverified files by commit, inside the download's folder
 
 
@@ -77,14 +79,12 @@ def fetch(
     from downloads import huggingface, modelscope, urls
 
     files = [file for file in snapshot.files if paths is None or file.path in paths]
-    kept: dict[str, int] = {}
-    pending = []
     for file in files:
         _require_inside(file)
-        if file.is_at(folder / file.path):
-            kept[file.path] = size_of(folder / file.path)
-        else:
-            pending.append(file)
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        complete = list(pool.map(lambda file: file.is_at(folder / file.path), files))
+    pending = [file for file, is_kept in zip(files, complete, strict=True) if not is_kept]
+    kept_bytes = sum(size_of(folder / file.path) for file in {*files} - {*pending})
     if snapshot.hub == "url":
         pending = urls.with_sizes(snapshot, pending)
     parts = folder / PARTS / snapshot.commit  # content of different commits does not mix
@@ -95,9 +95,10 @@ def fetch(
     require_room(missing, folder, "to download")
     if pending:
         hub = {"hf": huggingface, "modelscope": modelscope, "url": urls}[snapshot.hub]
-        hub.download(snapshot, pending, parts, _reporter(kept, pending, on_progress))
-    for file in pending:
-        _place(file, parts / file.path, folder / file.path, snapshot.repo)
+        report = _reporter(len(files), kept_bytes, pending, on_progress)
+        hub.download(snapshot, pending, parts, report)
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        list(pool.map(lambda file: _place(file, parts, folder, snapshot.repo), pending))
     if on_progress is not None:
         total = sum(size_of(folder / file.path) for file in files)
         on_progress(Progress(len(files), len(files), total, total))
@@ -133,12 +134,11 @@ def _require_inside(file: RemoteFile) -> None:
 
 
 def _reporter(
-    kept: dict[str, int], pending: Sequence[RemoteFile], on_progress: OnProgress | None
+    num_files: int, kept_bytes: int, pending: Sequence[RemoteFile], on_progress: OnProgress | None
 ) -> Report:
     """Sums the bytes and files of parallel downloads and reports the totals."""
-    received = {path: (num_bytes, 1) for path, num_bytes in kept.items()}
-    num_files = len(kept) + len(pending)
-    total = sum(kept.values()) + sum(file.size or 0 for file in pending)
+    received = {"": (kept_bytes, num_files - len(pending))}
+    total = kept_bytes + sum(file.size or 0 for file in pending)
     lock = threading.Lock()
 
     def report(name: str, num_bytes: int, num_done: int) -> None:
@@ -151,8 +151,9 @@ def _reporter(
     return report
 
 
-def _place(file: RemoteFile, part: Path, target: Path, source: str) -> None:
+def _place(file: RemoteFile, parts: Path, folder: Path, source: str) -> None:
     """Move a finished file to its place. Raises DownloadError for other content."""
+    part, target = parts / file.path, folder / file.path
     if not part.is_file():
         raise Unreachable(f"{source} did not deliver {file.path}; run it again later")
     if not file.is_at(part):

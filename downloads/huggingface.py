@@ -58,7 +58,7 @@ def download(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, repo
                 received[id(self)] = received.get(id(self), 0) + (n or 0)
             else:
                 num_done += int(n or 0)
-            report("", int(max(received.values(), default=0)), num_done)
+            report("all", int(max(received.values(), default=0)), num_done)
             return None
 
     with _explained(snapshot.repo, snapshot.revision, snapshot.kind):
