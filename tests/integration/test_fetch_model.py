@@ -181,7 +181,7 @@ def test_a_killed_download_keeps_its_complete_files(
     assert (tmp_path / "out/model.safetensors").read_bytes() == weights
     assert [sha256(weights) in asked.path for asked in hub.contents()] == [True]
     assert not (tmp_path / "out/.parts").exists()
-    assert "download percent 100 of 100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
+    assert "download percent 100/100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
 
 
 def test_weights_of_different_models_are_not_mixed(
