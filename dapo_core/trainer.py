@@ -129,9 +129,7 @@ class Trainer:
         self._log(number, metrics)
         return metrics
 
-    def run(
-        self, report: OnStep = lambda _step, _metrics: None, stop: StopRequest | None = None
-    ) -> None:
+    def run(self, report: OnStep, stop: StopRequest | None = None) -> None:
         """Run all remaining steps. A stop request saves the last one and raises StopRequested."""
         self.stop = stop or self.stop
         with self.stop.deferred(), self.checkpoints.ending():

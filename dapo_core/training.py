@@ -52,7 +52,7 @@ def train(
     train_path: Path,
     model_path: Path,
     output_dir: Path,
-    on_step: OnStep | None = None,
+    on_step: OnStep = lambda _step, _metrics: None,
     held_out_path: Path | None = None,
 ) -> TrainResult:
     """Train the model; writes checkpoints and metrics.jsonl to `output_dir`.

@@ -144,6 +144,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_damage: str
 ) -> None:
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
+    (model_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     # copied from another step
     (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")
@@ -176,6 +177,7 @@ def test_a_restart_skips_damaged_checkpoints(
     from.
     """
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
+    (model_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     latest: list[str] = []
     is_restart: list[object] = []
