@@ -156,7 +156,7 @@ def test_the_reason_for_ending_survives_a_failing_checkpoint(
 
     monkeypatch.setattr(trainer, "step", fail)
     with pytest.raises(type(reason)) as caught:
-        trainer.run()
+        trainer.run(lambda _step, _metrics: None)
     assert caught.value is reason
     assert (latest_checkpoint(tmp_path / "checkpoints") is None) == (failure is not None)
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -212,7 +212,7 @@ def _stopped_in_its_draw(
     trainer.sampler.source = StoppingSource(stop)
     before(trainer, trainer._state(state.metrics))
     with pytest.raises(StopRequested):
-        trainer.run(stop=stop)
+        trainer.run(lambda _step, _metrics: None, stop)
     assert trainer.sampler.source.in_flight  # in the middle of the draw
     assert trainer.sampler.surplus == []
     return latest_checkpoint(output / "checkpoints"), state
