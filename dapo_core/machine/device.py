@@ -285,6 +285,15 @@ class Npu(Accelerator):
             )
 
 
+def is_bfloat16_faster(hidden_size: int, head_dim: int) -> bool:
+    """Return whether this CPU runs a model faster in bfloat16 than in float32, and can run it.
+
+    Below a hidden size of 256 a backward pass is slower: 0.86 times as fast at 128, 1.6 times at
+    320. vLLM's bfloat16 attention on a CPU needs a head dimension divisible by 32.
+    """
+    return hidden_size >= 256 and head_dim % 32 == 0 and cpu_multiplies_bfloat16()
+
+
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """True if this CPU has bfloat16 instructions (AVX512_BF16 or AMX on x86, BF16 on Arm)."""
     if not cpuinfo.is_file():  # no Linux

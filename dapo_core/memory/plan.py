@@ -139,7 +139,7 @@ def plan_memory(
     `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last
     one. `splits` are verl's Megatron parallelism, in place of this project's FSDP2.
     """
-    config = with_cpu_dtypes(config, shape.hidden)
+    config = with_cpu_dtypes(config, shape.hidden, shape.head_dim)
     engine = engine_memory(config, shape, limit.num_bytes)
     # A bucket is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from dapo_core.machine.device import Device, cpu_multiplies_bfloat16, device_for
+from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
@@ -64,15 +65,20 @@ def serve_command(
     ]
 
 
-def on_this_device(settings: ServeConfig) -> ServeConfig:
-    """The settings; on a CPU without chunked prefill, and in float32 if bfloat16 is slow.
+def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConfig:
+    """The settings; on a CPU without chunked prefill, and in float32 if that is faster.
+
+    `model` is the content of config.json.
 
     vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use
     offset". Its own dtype `auto` is half precision on every CPU.
     """
     if vllm_device().kind != "cpu":
         return settings
-    is_slow = settings.dtype == "auto" and not cpu_multiplies_bfloat16()
+    text = model.get("text_config", model)
+    hidden_size = text.get("hidden_size", 0)
+    head_dim = text.get("head_dim") or hidden_size // text.get("num_attention_heads", 1)
+    is_slow = settings.dtype == "auto" and not is_bfloat16_faster(hidden_size, head_dim)
     tokens = max(settings.max_model_len, settings.max_num_seqs, CPU_PREFILL_TOKENS)
     whole = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens))
     changes = {"extra_args": (*whole, *settings.extra_args)}

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import httpx
 
+from dapo_core.model.folder import read_config
 from eval import EvaluationError
 from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret
@@ -66,7 +67,7 @@ def serve_model(
     ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = on_this_device(settings)
+    settings = on_this_device(settings, read_config(Path(model_path)))
     deadline = time.monotonic() + settings.startup_seconds
     api_key = secrets.token_urlsafe(24)
     add_secret(api_key)
@@ -97,7 +98,7 @@ def serve_until_interrupted(
 ) -> NoReturn:
     """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged."""
     require_servable(model_path, settings, environment, key="MODEL")
-    settings = on_this_device(settings)
+    settings = on_this_device(settings, read_config(Path(model_path)))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)

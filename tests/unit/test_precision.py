@@ -10,7 +10,6 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import TrainingConfig
 from dapo_core.machine import device
 from dapo_core.machine.device import cpu_multiplies_bfloat16, device_for
-from dapo_core.model import precision
 from dapo_core.model.precision import with_cpu_dtypes, with_model_dtypes
 from tasks.config.serve import ServeConfig
 from tasks.serve_model import command
@@ -43,18 +42,27 @@ def test_flags_decide_on_bfloat16(tmp_path: Path, text: str | None, expected: bo
 
 
 @pytest.mark.parametrize(
-    ("has_instructions", "hidden_size", "dtype"),
-    [(True, 128, "float32"), (True, 768, "bfloat16"), (False, 768, "float32")],
+    ("has_instructions", "hidden_size", "head_dim", "dtype"),
+    [
+        (True, 128, 32, "float32"),
+        (True, 768, 64, "bfloat16"),
+        (True, 768, 48, "float32"),
+        (False, 768, 64, "float32"),
+    ],
 )
 def test_auto_trains_in_the_faster_precision_and_a_set_one_stays(
-    monkeypatch: pytest.MonkeyPatch, has_instructions: bool, hidden_size: int, dtype: str
+    monkeypatch: pytest.MonkeyPatch,
+    has_instructions: bool,
+    hidden_size: int,
+    head_dim: int,
+    dtype: str,
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: has_instructions)
     config = TrainingConfig(rollout=RolloutConfig(dtype="float16"))
-    resolved = with_cpu_dtypes(config, hidden_size)
+    resolved = with_cpu_dtypes(config, hidden_size, head_dim)
     assert (resolved.train.dtype, resolved.rollout.dtype) == (dtype, "float16")
     cuda = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
-    assert with_cpu_dtypes(cuda, hidden_size) is cuda
+    assert with_cpu_dtypes(cuda, hidden_size, head_dim) is cuda
     assert device_for("cuda").item_bytes("auto") == 2
 
 
@@ -64,13 +72,19 @@ def test_a_tiny_model_trains_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_instructions", "dtype"),
-    [("cpu", False, "float32"), ("cpu", True, "auto"), ("cuda", False, "auto")],
+    ("kind", "has_instructions", "head_dim", "dtype"),
+    [
+        ("cpu", False, 64, "float32"),
+        ("cpu", True, 64, "auto"),
+        ("cpu", True, 16, "float32"),  # vLLM's bfloat16 attention refuses it
+        ("cuda", False, 16, "auto"),
+    ],
 )
-def test_auto_serves_in_float32_only_where_bfloat16_is_slow(
-    monkeypatch: pytest.MonkeyPatch, kind: str, has_instructions: bool, dtype: str
+def test_auto_serves_in_float32_only_where_bfloat16_is_slow_or_fails(
+    monkeypatch: pytest.MonkeyPatch, kind: str, has_instructions: bool, head_dim: int, dtype: str
 ) -> None:
+    model = {"hidden_size": 768, "num_attention_heads": 768 // head_dim}
     monkeypatch.setattr(command, "vllm_device", lambda: device.device_for(kind))
-    monkeypatch.setattr(command, "cpu_multiplies_bfloat16", lambda: has_instructions)
-    assert on_this_device(ServeConfig()).dtype == dtype
-    assert on_this_device(ServeConfig(dtype="float16")).dtype == "float16"
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: has_instructions)
+    assert on_this_device(ServeConfig(), model).dtype == dtype
+    assert on_this_device(ServeConfig(dtype="float16"), model).dtype == "float16"

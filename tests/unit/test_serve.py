@@ -88,7 +88,7 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
 ) -> None:
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     settings = ServeConfig(max_model_len=9000, extra_args=("--enable-chunked-prefill",))
-    words = on_this_device(settings).extra_args
+    words = on_this_device(settings, {}).extra_args
     assert words == (
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
         *settings.extra_args,
