@@ -21,7 +21,7 @@ from eval.problems.rows import Unusable
 from tasks.data.contamination import find_hits
 
 EXAMPLE = """examples; each set is a local file:
-  .venv/bin/python bench/data.py dapo-math-17k-clean=dapo.parquet math500=math500.jsonl aime24=aime24.jsonl
+  .venv/bin/python bench/data.py dapo-math-17k-clean=dapo.parquet math500=math500.jsonl
   .venv/bin/python bench/data.py dapo-math-17k-clean=dapo.parquet --model Qwen3-8B --copies 100
 """
 
@@ -60,7 +60,7 @@ def problems_of(given: str) -> Iterator[Problem]:
 
 
 def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Problem]]) -> None:
-    """Print a row per evaluation set: its problems, those found among the texts, and CPU seconds."""
+    """Print a row per evaluation set: its problems, those found in the texts, and CPU seconds."""
     print(f"{len(texts):,} distinct problems of {train_set}\n")
     print("| evaluation set | problems | found | training rows | word for word | CPU s |")
     print("|---|---:|---:|---:|---:|---:|")

@@ -36,7 +36,7 @@ logger = logging.getLogger("learning")
 RECIPE = "configs/arith_cpu.yaml"
 EXAMPLE = """examples, the whole table on four cores, and a quick look at one comparison:
   .venv/bin/python bench/learning.py --parallel 2
-  .venv/bin/python bench/learning.py --variants full token-mean --seeds 0 --steps 5 --output .dapo/look
+  .venv/bin/python bench/learning.py --variants full token-mean --seeds 0 --steps 5
 """
 ANSWERS_FILE = "answers.jsonl"
 
@@ -258,7 +258,7 @@ def _arguments() -> argparse.Namespace:
         choices=list(VARIANTS),
         default=removed,
         metavar="INGREDIENT",
-        help=f"ingredients to remove, each alone, beside the full recipe (default: {' '.join(removed)})",
+        help=f"ingredients to remove, each alone (default: {' '.join(removed)})",
     )
     parser.add_argument(
         "--seeds",

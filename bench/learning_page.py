@@ -152,7 +152,7 @@ def compare(group: Sequence[Outcome], full: Sequence[Outcome]) -> Comparison:
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Plot training curves (mean over seeds, with a min-max band) and held-out accuracies as dots."""
+    """Plot training curves (mean and min-max band over seeds), and held-out accuracies as dots."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

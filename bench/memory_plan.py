@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 EXAMPLE = """examples:
-  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml configs/dapo_qwen3_8b_math.yaml
-  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml --layers 64   # two minutes
+  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml
+  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_8b_math.yaml --layers 36
   .venv/bin/python bench/memory_plan.py measured
 """
 GIB, MIB = 1024**3, 1024**2
@@ -112,7 +112,7 @@ def count_recipes(
 
 
 def on_cpu(settings: TrainingConfig) -> TrainingConfig:
-    """The training configuration with micro-batches of one longest sequence, in bfloat16 on a CPU."""
+    """The training configuration with micro-batches of one sequence, in bfloat16 on a CPU."""
     sections = {name: getattr(settings, name).model_dump() for name in TrainingConfig.model_fields}
     longest = settings.data.max_prompt_tokens + settings.rollout.max_response_tokens
     sections["data"] = {"max_prompt_tokens": settings.data.max_prompt_tokens}
@@ -147,7 +147,7 @@ def extrapolate(
 def planned_bytes(
     config: TrainingConfig, model_config: Mapping[str, Any], has_copies: bool = False
 ) -> dict[str, int]:
-    """Bytes of a rank's tensors in each phase by the plan, with gloo's own copies if `has_copies`."""
+    """Bytes of a rank's tensors in each phase by the plan, with gloo's copies if `has_copies`."""
     rank = rank_memory(config, shape_of(model_config))
     return {
         "old_log_probs": rank.states

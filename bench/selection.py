@@ -44,7 +44,7 @@ GROUP_SIZE, TRAIN_PROMPTS, NUM_ENGINES = 16, 64, 8
 
 @cache
 def outcomes(group_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lengths of a group's responses and which are right; the same under every setting."""
+    """Returns a group's response lengths and which are right; the same under every setting."""
     draw = np.random.default_rng([7, group_id])
     difficulty = draw.standard_normal()
     noise = math.sqrt(1 - BETWEEN_PROMPTS) * draw.standard_normal(GROUP_SIZE)

@@ -91,7 +91,7 @@ def main() -> None:
 def measure(
     source: WeightSource, peer: Peer, rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns minimum seconds and maximum extra MiB per way; all ways alternate, after one warm-up."""
+    """Returns minimum seconds and maximum extra MiB per way; the ways alternate after a warm-up."""
     tensors = source.plan.tensors.values()
     weights = {planned.name: torch.randn(planned.shape) for planned in tensors}
     with tempfile.TemporaryDirectory() as folder:

@@ -84,7 +84,7 @@ _PER_RESPONSE_TOKEN = (
 
 
 def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
-    """Return a permutation of 0 to count - 1, seeded by `seed` and numbers such as step and pass."""
+    """Return a permutation of 0 to count - 1, seeded by `seed` and numbers such as the step."""
     return np.random.default_rng([seed, *numbers]).permutation(count)
 
 

@@ -50,7 +50,7 @@ class Place:
     def start(self, actor_class: type) -> Any:
         """Start an actor of the class with all of the place's resources; returns its handle."""
         others = dict(self.resources)
-        actor = ray.remote(actor_class).options(
+        actor: Any = ray.remote(actor_class).options(
             num_cpus=others.pop("CPU"),
             num_gpus=others.pop("GPU", None),
             resources=others,

@@ -216,7 +216,7 @@ def _named(operands: Sequence[int]) -> dict[str, int]:
 
 
 def _column_steps(subject: str, first: int, second: int) -> list[str]:
-    """Return one line per column, units first; the carry (or borrow) is applied in the next column."""
+    """Return one line per column, units first; the next column applies the carry or borrow."""
     sign = {"addition": "+", "subtraction": "-", "multiplication": "*"}[subject]
     sign_of_carry = "-" if subject == "subtraction" else "+"
     first_digits = [int(digit) for digit in reversed(str(first))]

@@ -213,7 +213,7 @@ def _response_loss(
 
 
 def _slanted_solutions(train_rows: list[Row]) -> list[str]:
-    """Return one solution per row: plain problems step by step, word problems mostly in one step."""
+    """Return a solution per row: plain problems step by step, word problems mostly in one step."""
     is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
     return [
         _solution(

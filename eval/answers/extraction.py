@@ -52,7 +52,8 @@ _COMMANDS = re.compile(
 _STATES = re.compile(
     r"""(?ix)(?:\b(?:is|are|be|equals?|gives?|gets?|takes?|becomes?|needs?|has|have)\b
     |(?<=[\u4e00-\u9fff$])[是为有]|(?<=[A-Za-z])[是为](?=[\s\d$\\]))
-    (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|given\ by)\b)*
+    (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|
+        given\ by)\b)*
     (?:\s*:)?"""
 )
 _REASON = re.compile(

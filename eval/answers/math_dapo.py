@@ -25,8 +25,8 @@ MINERVA_REPLACED = (
 )
 MINERVA_REMOVED = (
     *"square ways integers dollars mph inches hours km units \\ldots sue points feet".split(),
-    *"minutes digits cents degrees cm gm pounds meters meals edges students childrentickets".split(),
-    *"multiples \\text{s} \\text{.}".split(),
+    *"minutes digits cents degrees cm gm pounds meters meals edges students".split(),
+    *"childrentickets multiples \\text{s} \\text{.}".split(),
     "\\text{\ns}",
     *"\\text{}^2 \\text{}^3".split(),
     "\\text{\n}",

@@ -77,7 +77,7 @@ _ENV = {
     "HCCL_IF_BASE_PORT": "24703",
 }
 _ENV_IMAGES = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "CPU_AFFINITY_CONF": "2"}
-_START = '''"""Prepare the rows in MindSpeed's format unless they are up to date, then start its training."""
+_START = '''"""Prepare the rows in MindSpeed's format if they are not, then start its training."""
 
 import hashlib
 import pathlib
@@ -90,7 +90,8 @@ content = b"".join(path.read_bytes() for path in (FOLDER / "{name}.yaml", ROWS) 
 digest = hashlib.sha256(content).hexdigest()
 done = FOLDER / "{name}.prepared"
 if not done.exists() or done.read_text() != digest:
-    subprocess.run([sys.executable, "cli/preprocess_data.py", "{name}", f"--config-path={{FOLDER}}"], check=True)
+    prepare = [sys.executable, "cli/preprocess_data.py", "{name}", f"--config-path={{FOLDER}}"]
+    subprocess.run(prepare, check=True)
     done.write_text(digest)
 sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
 '''

@@ -90,7 +90,7 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
             night.id,
         )
         return ()
-    entry = {"name": LAST_NIGHT, "path": model.path}
-    entry |= {"trust_remote_code": config.model.trust_remote_code}
+    trusts = config.model.trust_remote_code
+    entry = {"name": LAST_NIGHT, "path": model.path, "trust_remote_code": trusts}
     logger.info("%s is the model of the run %s", LAST_NIGHT, night.id)
     return (f"evaluate.baselines={json.dumps([*given, entry])}",)
