@@ -37,7 +37,10 @@ REASONS = (
     ("node has died", "its node is lost"),
     ("ray.kill", "it was killed through Ray"),
     ("SIGTERM", "it was ended by SIGTERM"),
-    ("connection error", "it was killed, such as by the kernel when memory ran out, or crashed"),
+    (
+        "connection error",
+        "it was killed, for example by the kernel when memory ran out, or it crashed",
+    ),
 )
 MAX_REASON_CHARACTERS = 200
 

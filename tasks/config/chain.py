@@ -69,9 +69,12 @@ class ModelConfig(ModelCodeConfig):
                 f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B"
             )
         if self.urls:
-            from downloads import resolve  # makes no request
+            from downloads import DownloadError, resolve
 
-            resolve(self.urls)
+            try:
+                resolve(self.urls)  # makes no request
+            except DownloadError as error:
+                raise ValueError(str(error)) from error
         return self
 
 

@@ -95,6 +95,8 @@ def job_server(external: ExternalConfig) -> str | None:
 
 def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: str) -> Start:
     tree = config.model_dump(mode="json")
+    if config.train.backend != "verl":
+        version = None  # a MindSpeed checkout has a commit, and its table has one version
     checkpoints = inputs.output / CHECKPOINTS
     if (checkpoints / NEWEST_FILE).is_file() or config.checkpoint.resume == "never":
         tree["checkpoint"]["resume"] = (
