@@ -115,9 +115,9 @@ def test_a_hanging_call_times_out_once_and_blocks_no_other(
 ) -> None:
     pool = make(timeout_seconds=4.0, num_processes=2)
     before = pool.pids
+    started = time.monotonic()
     for index in range(20):
         pool.submit(str(index), request(what if index == 5 else "fine", "fine"))
-    started = time.monotonic()
     scores = drain(pool)
     assert scores.pop("5") == Score(0.0, "timeout")
     assert set(scores.values()) == {Score(4.0, "right", "0", 1.0)}
