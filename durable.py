@@ -207,7 +207,7 @@ class JsonLinesFollower:
         self._file: IO[bytes] | None = None
 
     def read(self) -> list[Any]:
-        """The complete lines since the last call; all lines of a file that has begun anew."""
+        """The complete lines since the last call; all of a file that was replaced or truncated."""
         rows: list[Any] = []
         if self._file is None or self._is_replaced(self._file):
             self.close()

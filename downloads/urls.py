@@ -125,8 +125,8 @@ def _receive(client: httpx.Client, url: str, file: RemoteFile, part: Path, repor
             if response.status_code == 416:
                 part.unlink(missing_ok=True)
             if not response.is_success:
-                told = seconds_from_now(response.headers.get("Retry-After", "")) or 0.0
-                time.sleep(min(told, MAX_RETRY_AFTER_SECONDS))
+                wait_seconds = seconds_from_now(response.headers.get("Retry-After", "")) or 0.0
+                time.sleep(min(wait_seconds, MAX_RETRY_AFTER_SECONDS))
                 raise refused(response.status_code, url, _DENIED, "correct the URL")
             begin = _RANGE.match(response.headers.get("Content-Range", ""))
             resumes = response.status_code == 206 and begin is not None and int(begin[1]) == have
