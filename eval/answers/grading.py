@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -25,9 +26,20 @@ GraderName = Literal["mathematics", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
 SCORER_RULES = "scorer-"  # prefix of the rules of evaluate.scorer
-# Reasons that mean the model ended the response itself (vLLM and OpenAI, TGI, Anthropic). Any other
-# reason, such as length, abort, content_filter or error, means it was cut off.
-_FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
+# How servers say that the model ended the response itself, and that it was cut off: the letters
+# alone, in lower case. Any other reason says neither.
+_FINISHED = frozenset(
+    "stop stopsequence stopstring stoptoken stopword stopwords eos eostoken eostokenid endid "
+    "endturn endofturn endoftext complete completed finish finished normal toolcall toolcalls "
+    "tooluse functioncall".split()
+)
+_CUT = frozenset(
+    "length limit maxlength maxtokens maxnewtokens maxoutputtokens maxcompletiontokens "
+    "maximumtokens modellength modelcontextwindowexceeded incomplete abort aborted cancel "
+    "canceled cancelled usercancel timeout error networkerror insufficientsystemresource "
+    "contentfilter contentfiltered guardrailintervened refusal safety sensitive recitation "
+    "blocklist prohibitedcontent spii".split()
+)
 _MAX_FAILURES = 16  # of a scorer that never returned a score
 
 Comparison = Callable[[Found, str], bool]  # (answer found, gold) -> equal
@@ -111,7 +123,7 @@ class Grader:
 class ChoiceGrader(Grader):
     """Right if the response names exactly the gold options, in any order, and was not cut off."""
 
-    rule = "choice-letters/3"
+    rule = "choice-letters/4"
 
     def grade(
         self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
@@ -221,7 +233,7 @@ class MathGrader(Grader):
     starts when the first row needs it.
     """
 
-    rule = "exact/6+aisbench-v2/2"
+    rule = "exact/7+aisbench-v2/2"
 
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes
@@ -340,8 +352,8 @@ def grade(
 
     A response stopped by the length limit or by the server is `truncated` whatever it contains: a
     box halfway through a solution is not the answer the model would have given. Without a finish
-    reason the text decides: unclosed thinking or an unclosed box, or long text after the answer
-    that breaks off.
+    reason, or with an unknown one, the text decides: unclosed thinking or an unclosed box, or long
+    text after the answer that breaks off.
     """
     if response is None:
         return _REQUEST_FAILED
@@ -353,7 +365,8 @@ def grade(
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
-    if is_cut(finish_reason) or (finish_reason is None and found.looks_cut):
+    is_whole = is_finished(finish_reason)
+    if is_whole is False or (is_whole is None and found.looks_cut):
         return "truncated"
     if not found.answers:
         return "no_answer"
@@ -363,13 +376,19 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
     return "right" if decided else "wrong"
 
 
-def is_cut(finish_reason: str | None) -> bool:
-    """True unless the model ended the response itself, or no reason is known."""
-    return finish_reason is not None and finish_reason not in _FINISHED
+@functools.lru_cache(256)
+def is_finished(finish_reason: str | None) -> bool | None:
+    """True if the model ended the response itself, False if it was cut off, None if unknown.
+
+    Case, separators and the prefix of an enumeration do not matter: FinishReason.MAX_TOKENS.
+    """
+    name = (finish_reason or "").lower().rpartition(".")[2].removeprefix("finish_reason")
+    letters = re.sub(r"[^a-z]", "", name)
+    return True if letters in _FINISHED else False if letters in _CUT else None
 
 
 def _unless_cut(finish_reason: str | None, verdict: Verdict) -> Verdict:
-    return "truncated" if is_cut(finish_reason) else verdict
+    return "truncated" if is_finished(finish_reason) is False else verdict
 
 
 def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from durable import write_atomically
+from eval.answers.grading import is_finished
 from eval.results.rows import Evaluation, Row, Samples, load_evaluation, make_folder
 from eval.results.suite import read_suite
 from eval.results.summary import acc_norm, rate
@@ -83,8 +84,9 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
         return {**sample, "error": {"message": reason, "traceback": "", "traceback_ansi": ""}}
     thinking = [{"type": "reasoning", "reasoning": row.reasoning}] if row.reasoning else []
     reply = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
-    default = "max_tokens" if row.verdict == "truncated" else "stop"
-    stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, default)
+    stop = {True: "stop", False: "max_tokens", None: "unknown"}[is_finished(row.finish_reason)]
+    if row.finish_reason == "content_filter":
+        stop = "content_filter"
     exact = {"value": _VALUES.get(row.verdict, "I"), "answer": row.answer}
     scores = {"exact": {**exact, "explanation": row.verdict}}
     if (second := row.aisbench) is not None:

@@ -38,8 +38,6 @@ _DIRECTIONS = (
     "file"
 )
 _OPTIONS = re.compile(r"[A-G]{1,7}")
-# inspect_ai -> finish_reason
-_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
@@ -260,7 +258,7 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
             prompt,
             _text(content) if choices and error is None else None,
             target if isinstance(target, str) else target[0],
-            finish_reason=_STOPS.get(stop or "", stop),
+            finish_reason=None if stop == "unknown" else stop,
             response_tokens=(sample["output"].get("usage") or {}).get("output_tokens")
             if choices
             else None,

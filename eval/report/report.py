@@ -28,6 +28,7 @@ from eval.report.training import Steps, skipped_steps_notes, training_totals
 from eval.requests.identity import NO_LOGPROBS
 from eval.results.rows import make_folder
 from eval.results.statistics import SIGNIFICANCE
+from eval.results.summary import describe_unknown_reasons
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 MOSTLY_TRUNCATED = 0.5
@@ -193,6 +194,11 @@ def notes(comparison: Comparison) -> list[str]:
             f"The server returned no log-probs {' and '.join(unproven)} training, so only its "
             "model folder or name shows that a single model gave all answers."
         )
+    found += [
+        f"{side.capitalize()}: {describe_unknown_reasons(result.unknown_finish_reasons)}."
+        for side, result in sides.items()
+        if result.unknown_finish_reasons
+    ]
     truncated = [side.truncated_rate for side in sides.values()]
     if max(truncated) >= MOSTLY_TRUNCATED:
         found.append(

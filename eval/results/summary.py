@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from eval.answers.grading import Grade
+from eval.answers.grading import Grade, is_finished
 from eval.results.rows import (
     SUMMARY_FILE,
     Evaluation,
@@ -23,6 +24,8 @@ from eval.results.rows import (
     write_json,
 )
 from eval.results.statistics import share_interval
+
+logger = logging.getLogger(__name__)
 
 MAX_LIMITS = 8
 T = TypeVar("T")
@@ -61,6 +64,7 @@ class Rates:
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
+    unknown_finish_reasons: dict[str, int]  # reason -> responses; their text decides
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def measure_rates(answered: Sequence[Row], evaluation: Evaluation) -> Rates:
         thinking=measure_thinking(answered),
         scorer=summarise_scores(answered),
         acc_norm=acc_norm(answered),
+        unknown_finish_reasons=count_unknown_reasons(answered),
     )
 
 
@@ -135,10 +140,34 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
 def write_summary(
     folder: Path, evaluation: Evaluation, grade: Callable[[str, str, str], Grade]
 ) -> Summary:
-    """Write and return the summary. Answers count as one if the grader finds them equal."""
+    """Write and return the summary. Answers count as one if the grader finds them equal.
+
+    Warns about finish reasons that no rule knows.
+    """
     summary = summarise(evaluation, same_answer_by(grade))
     write_json(folder / SUMMARY_FILE, asdict(summary))
+    if summary.unknown_finish_reasons:
+        logger.warning("%s: %s", folder, describe_unknown_reasons(summary.unknown_finish_reasons))
     return summary
+
+
+def count_unknown_reasons(rows: Iterable[Row]) -> dict[str, int]:
+    """Count the finish reasons that do not say whether the response was cut off."""
+    reasons = Counter(row.finish_reason for row in rows)
+    return {
+        reason: count
+        for reason, count in reasons.most_common()
+        if reason and is_finished(reason) is None
+    }
+
+
+def describe_unknown_reasons(counts: Mapping[str, int]) -> str:
+    """Say what unknown finish reasons mean for the verdicts."""
+    listed = ", ".join(f"{reason!r} ({count} responses)" for reason, count in counts.items())
+    return (
+        f"unknown finish reasons: {listed}. Whether these responses were cut off is decided by "
+        "their text, as without a reason"
+    )
 
 
 def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:

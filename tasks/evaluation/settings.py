@@ -197,7 +197,7 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
     """The grader for evaluate.scorer; None to use the set's grader. Raises ConfigError."""
     if settings.scorer is None or settings.mode == "loglikelihood":
         return None
-    file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
+    file, rule = scorer_file(settings), f"scorer-{settings.scorer}/2"
     arguments: tuple[str, ...] = ()
     if file is not None:
         arguments = (str(file[0]), file[1])

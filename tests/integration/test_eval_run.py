@@ -331,7 +331,7 @@ def test_option_letters_are_regraded_by_their_own_grader(
     assert evaluate(evaluation_set, endpoint, SAMPLING, tmp_path).accuracy == 1.0
     regraded = regrade(tmp_path)
     assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/3"
+    assert regraded.summary.settings["grader"] == "choice-letters/4"
 
 
 def test_two_evaluations_cannot_write_to_one_folder(

@@ -192,7 +192,7 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         # send.
         assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
         assert summary.accuracy == pytest.approx(2 / 3)
-        assert summary.settings["grader"] == "scorer-geo3k/1"
+        assert summary.settings["grader"] == "scorer-geo3k/2"
     markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
     assert [line.split() for line in markdown.splitlines() if "mean score" in line] == [
         ["|", "mean", "score", "|", "0.6", "|", "0.6", "|", "|"]

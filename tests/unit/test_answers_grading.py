@@ -12,7 +12,7 @@ import pytest
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
-from eval.answers.grading import Grade, grade, parse_number
+from eval.answers.grading import ChoiceGrader, Grade, grade, parse_number
 from eval.problems.registry import load_set
 from tests.labelled import rows
 
@@ -211,7 +211,7 @@ def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
         ("still thinking", "length", "truncated", "7"),
         (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM at shutdown
         (r"\boxed{7}", "content_filter", "truncated", "7"),
-        (r"\boxed{7}", "error", "truncated", "7"),  # any other reason
+        (r"\boxed{7}", "error", "truncated", "7"),
         (r"\boxed{7}", "eos_token", "right", "7"),
         ("<think>so \\boxed{7}", "stop", "no_answer", "7"),
         ("<think>so \\boxed{7}", None, "truncated", "7"),
@@ -254,6 +254,26 @@ def test_finish_reason_and_answer_give_the_verdict(
     response: str | None, finish_reason: str | None, verdict: str, gold: str
 ) -> None:
     assert grade(response, finish_reason, gold).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "verdict"),
+    [
+        *((reason, "right") for reason in ("STOP", "eos", "FinishReason.STOP", "endOfTurn", "")),
+        *((reason, "right") for reason in ("COMPLETE", "tool_calls", "FINISH_REASON_STOP")),
+        *((reason, "truncated") for reason in ("MAX_TOKENS", "Length", "model_length", "SAFETY")),
+        ("unheard_of", "right"),
+    ],
+)
+def test_no_spelling_of_a_finish_reason_turns_a_right_answer_into_a_truncated_one(
+    finish_reason: str, verdict: str
+) -> None:
+    assert grade(r"\boxed{7}", finish_reason, "7").verdict == verdict
+    assert ChoiceGrader().grade(r"\boxed{B}", finish_reason, "B").verdict == verdict
+    # without a known reason the text decides
+    is_unknown = finish_reason in ("", "unheard_of")
+    cut = "truncated" if is_unknown or verdict == "truncated" else "no_answer"
+    assert grade(r"\boxed{7", finish_reason, "7").verdict == cut
 
 
 @pytest.mark.skipif(

@@ -52,6 +52,20 @@ def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
     assert row.seconds > 0
 
 
+def test_an_unknown_finish_reason_in_a_log_is_counted_and_does_not_truncate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = json.loads((LOGS / "inspect.json").read_text())
+    reasons = ["unheard_of", "STOP", "MAX_TOKENS", "unheard_of", "unknown", "stop"]
+    for sample, reason in zip(content["samples"], reasons, strict=True):
+        sample["output"]["choices"][0]["stop_reason"] = reason
+    (tmp_path / "log.json").write_text(json.dumps(content))
+    summary = import_log(tmp_path / "log.json", tmp_path / "out")
+    assert summary.truncated_rate == pytest.approx(1 / 6)
+    assert summary.unknown_finish_reasons == {"unheard_of": 2}
+    assert "unknown finish reasons: 'unheard_of' (2 responses)" in caplog.text
+
+
 def test_aisbench_predictions_are_imported_and_graded_by_both_rules(tmp_path: Path) -> None:
     summary = import_log(LOGS / "aisbench", tmp_path)
     assert summary.settings["model"] == "vllm-api"

@@ -89,6 +89,17 @@ def test_notes_on_missing_log_probs_and_disagreeing_graders() -> None:
     assert not any("The graders disagree" in note for note in notes(unread))
 
 
+def test_unknown_finish_reasons_are_noted_with_their_side_and_count() -> None:
+    rows = [replace(row, finish_reason="unheard_of") for row in make_rows(ITEMS, AFTER)]
+    after = Evaluation.of(settings_of(ITEMS), rows)
+    [note] = [
+        note
+        for note in notes(compare_evaluations(evaluation(ITEMS, "w" * 8), after))
+        if "finish reasons" in note
+    ]
+    assert note.startswith("After: unknown finish reasons: 'unheard_of' (8 responses). Whether")
+
+
 SERVED = {"root": "/models/m", "logprobs": [{" a": -0.5, " an": -2.0}], "has_local_files": False}
 
 
