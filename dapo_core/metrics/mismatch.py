@@ -29,8 +29,10 @@ SHARED_NAMES = ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")
 def correction_metrics(
     log_probs: torch.Tensor, batch: Batch, settings: RolloutCorrectionConfig
 ) -> dict[str, float]:
-    """Return mismatch_metrics, plus metrics of importance weights and of masked tokens.
+    """Return mismatch_metrics, plus metrics of fresh tokens, importance weights and masked tokens.
 
+    rollout/fresh_{probs_diff_mean,probs_diff_max,kl,k3_kl}: the same over tokens sampled by the
+    step's own weights, where engine and policy are the same model. Left out without such tokens.
     rollout/importance_mean: mean weight before importance_normalize, over the tokens that are
     weighted. rollout/importance_truncated_ratio: share of these weights that were truncated or set
     to 0. Both are left out if no token is weighted.
@@ -44,6 +46,8 @@ def correction_metrics(
     if not metrics:
         return metrics
     compared = log_probs, batch.rollout_log_probs, mask
+    fresh = token_differences(log_probs, batch.rollout_log_probs, mask & ~batch.is_stale)
+    metrics |= {f"rollout/fresh_{name}": value for name, value in fresh.items()}
     if settings.drops:
         is_dropped = mask & ~mask_rollouts(*compared, settings)
         has_dropped = is_dropped.any(dim=-1)[mask.any(dim=-1)]  # per response
@@ -85,20 +89,16 @@ def mismatch_metrics(
         return {}
     difference = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0)  # [B, R]
     sums = response_sums(difference).squeeze(-1)[answered]
-    log_ratio = difference[response_mask].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    probs_diff = (old_log_probs[response_mask].exp() - rollout_log_probs[response_mask].exp()).abs()
+    ratio = ratio_of(difference[response_mask].double())
     log_ppl_diff = -sums / num_tokens[answered]
     policy, engine = (
         -response_sums(torch.where(response_mask, values, 0.0)).squeeze(-1)[answered]
         / num_tokens[answered]
         for values in (old_log_probs, rollout_log_probs)
     )
+    differences = token_differences(old_log_probs, rollout_log_probs, response_mask)
     metrics = {
-        "rollout/probs_diff_mean": float(probs_diff.mean()),
-        "rollout/probs_diff_max": float(probs_diff.max()),
-        "rollout/kl": float(-sums.sum() / num_tokens.sum()),
-        "rollout/k3_kl": float((ratio - 1 - log_ratio).mean()),
+        **{f"rollout/{name}": value for name, value in differences.items()},
         "rollout/ppl_ratio": float(log_ppl_diff.exp().mean()),
         "rollout/chi2_token": float(ratio.square().mean() - 1),
         "rollout/chi2_seq": float(ratio_of(sums).square().mean() - 1),
@@ -113,6 +113,24 @@ def mismatch_metrics(
         "rollout_corr/log_ppl_diff_min": float(log_ppl_diff.min()),
     }
     return metrics | {f"rollout_corr/{name}": metrics[f"rollout/{name}"] for name in SHARED_NAMES}
+
+
+def token_differences(
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """Return probs_diff_{mean,max}, kl and k3_kl of the tokens in `mask`; {} if there are none."""
+    if not mask.any():
+        return {}
+    old, rollout = old_log_probs[mask], rollout_log_probs[mask]
+    log_ratio = (old - rollout).double()
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    probs_diff = (old.exp() - rollout.exp()).abs()
+    return {
+        "probs_diff_mean": float(probs_diff.mean()),
+        "probs_diff_max": float(probs_diff.max()),
+        "kl": float(-log_ratio.mean()),
+        "k3_kl": float((clamped.exp() - 1 - clamped).mean()),
+    }
 
 
 def weight_metrics(

@@ -333,6 +333,27 @@ def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
             assert len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
+def test_a_resumed_response_does_not_repeat_its_random_numbers(engine, model_path):
+    """Every token is equally likely at every position, so equal numbers give equal tokens."""
+    model = load_model(model_path)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()  # all logits are 0
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    requests = make_requests(8)
+    whole = run(engine, requests)
+    halves = {name: response.response_ids[:8] for name, response in whole.items()}
+    assert min(map(len, halves.values())) == 8
+    resumed = [
+        replace(each, response_ids=halves[each.request_id], rollout_log_probs=[-1.0] * 8)
+        for each in requests
+    ]
+    first, second = run(engine, resumed), run(engine, resumed)
+    assert tokens_of(first) == tokens_of(second)  # the seed decides
+    for name, response in first.items():
+        assert response.response_ids[:8] == halves[name]
+        assert response.response_ids[8:16] != halves[name]
+
+
 def test_wrong_weights_are_reported_and_a_complete_update_recovers(engine, model_path):
     weights = dict(load_model(model_path).named_parameters())
     norm = "model.norm.weight"

@@ -125,6 +125,17 @@ def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> Non
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
 
 
+def test_a_second_pass_is_clipped_against_the_policy_before_the_first(tmp_path: Path) -> None:
+    """One mini-batch, so only the number of passes says that its policy changes."""
+    path = build_tiny(tmp_path / "model", "qwen3", seed=3)
+    train = {**TRAIN, "mini_prompts": 4, "passes": 3}
+    config = make_config(path, train=train, rollout={"group_size": 3})
+    assert config.scores_before_updates
+    (learned,) = run_ranks(1, _learned, config, random_batch(num_groups=4, group_size=3, seed=1))
+    ratios = [abs(update.sums.neg_log_ratio) for update in learned["updates"]]
+    assert ratios[0] < 1e-3 < 0.01 < min(ratios[1:])
+
+
 def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Path) -> None:
     def run(name: str, total_steps: int) -> list[dict[str, float]]:
         with without_ray():

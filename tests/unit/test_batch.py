@@ -153,6 +153,24 @@ def test_unscored_responses_are_masked() -> None:
     assert batch.select([2]).rewards.tolist() == [-1.0]
 
 
+@pytest.mark.parametrize(
+    ("versions", "stale"),
+    [
+        ([(3, 2), (4, 1), (5, 3)], "TTTFFF"),  # suspended twice
+        ([(3, 1), (5, 2), (5, 3)], "TFFFFF"),
+        ([(5, 6)], "FFFFFF"),
+        ([(4, 6)], "TTTTTT"),
+    ],
+)
+def test_each_token_is_stale_by_the_version_that_sampled_it(
+    versions: list[tuple[int, int]], stale: str
+) -> None:
+    group = make_group([1.0, -1.0], num_response_tokens=[6, 2], policy_version=5)
+    group.rollouts[0].versions[:] = versions
+    batch = build_batch([group], mask_truncated=False, policy_version=5)
+    assert batch.is_stale.tolist() == [[letter == "T" for letter in stale], [False] * 6]
+
+
 def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
     """A mini-batch of the shortest responses would weight their tokens more."""
     as_finished = [

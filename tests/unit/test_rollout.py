@@ -278,6 +278,25 @@ def test_suspended_groups_resume_to_the_same_result(
         ]
 
 
+def test_a_response_that_had_not_begun_is_as_old_as_its_first_token(
+    worker: RolloutWorker, model_path: Path
+) -> None:
+    """Four of five responses begin; the fifth has no age until weights 5 sample it."""
+    three = replace(REQUESTS[0], num_samples=3)
+    with _steps(worker, 6):
+        worker.submit([three, REQUESTS[1]])
+    suspended = worker.suspend()
+    begun = [(0, 6)]
+    assert [request.versions for request in suspended] == [[begun] * 3, [begun, []]]
+    _publish(worker, model_path, 5)
+    worker.submit(suspended)
+    groups = _finish(worker, 2)
+    rollouts = [*groups[100].rollouts, *groups[101].rollouts]
+    for rollout in rollouts[:4]:
+        assert rollout.versions == [*begun, (5, len(rollout.response_ids) - 6)]
+    assert rollouts[4].versions == [(5, len(rollouts[4].response_ids))]
+
+
 def test_finished_siblings_are_kept_across_a_suspend(
     whole: dict[int, Group], worker: RolloutWorker
 ) -> None:

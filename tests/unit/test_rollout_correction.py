@@ -89,6 +89,7 @@ def test_weight_metrics_cover_only_weighted_tokens() -> None:
     log_probs = batch.rollout_log_probs + ratios.log()
     of_stale = correction_metrics(log_probs, batch, _settings())
     assert of_stale == mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask) | {
+        **{name: value for name, value in of_stale.items() if "/fresh_" in name},
         "rollout/importance_mean": pytest.approx(1.5),  # (2 + 1) / 2
         "rollout/importance_truncated_ratio": 0.5,
     }
@@ -107,6 +108,32 @@ def test_weight_metrics_cover_only_weighted_tokens() -> None:
         correction_metrics(log_probs, batch, OFF),
     ):
         assert not [name for name in without if "importance" in name or "rollout_is" in name]
+
+
+def test_a_changed_policy_does_not_look_like_an_engine_mismatch() -> None:
+    # Version 5 trains. Log-ratios: 3 on the stale tokens, 0.1 on the 4 + 1 of version 5
+    group = make_group([1.0, -1.0, 1.0], num_response_tokens=[4, 3, 2], policy_version=5)
+    group.rollouts[1].versions[:] = [(3, 1), (4, 1), (5, 1)]
+    group.rollouts[2].versions[:] = [(4, 2)]
+    batch = build_batch([group], mask_truncated=False, policy_version=5)
+    log_probs = batch.rollout_log_probs + torch.where(batch.is_stale, 3.0, 0.1)
+    metrics = correction_metrics(log_probs, batch, _settings())
+    assert metrics["rollout/kl"] == pytest.approx(-(4 * 3 + 5 * 0.1) / 9, rel=1e-5)
+    engine, policy = math.exp(-1.5), math.exp(-1.4)  # make_group's log-prob is -1.5
+    fresh = {name: value for name, value in metrics.items() if name.startswith("rollout/fresh_")}
+    assert fresh == pytest.approx(
+        {
+            "rollout/fresh_kl": -0.1,
+            "rollout/fresh_k3_kl": math.exp(0.1) - 1.1,
+            "rollout/fresh_probs_diff_mean": policy - engine,
+            "rollout/fresh_probs_diff_max": policy - engine,
+        },
+        rel=1e-4,
+    )
+    later = build_batch([group], mask_truncated=False, policy_version=6)  # every token is stale
+    without = correction_metrics(log_probs, later, _settings())
+    assert "rollout/kl" in without
+    assert not [name for name in without if "fresh" in name]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dapo_core.draw.groups import Group
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.draw.sampler import Sampler
+from tests.batches import make_group
 from tests.sources import (
     MIXED,
     PROMPTS,
@@ -170,6 +172,19 @@ def test_draws_are_exhausted_only_after_continued_groups_return(on_exhausted: st
     assert booked(draw) == {fate: 1, "all_wrong": 5}
     assert _ids(draw.groups) == ([3] if on_exhausted == "train_partial" else [])
     assert sampler.unfinished == []
+
+
+def test_groups_of_other_settings_are_sampled_again_in_prompt_order() -> None:
+    source = ScriptedSource([MIXED], burst=1, partial_tokens=4)
+    sampler = make_sampler(source, train_prompts=2, max_staleness=2, gen_prompts=6)
+    sampler.draw(step=1)
+    assert [request.num_response_tokens for request in sampler.unfinished] == [4] * 4
+    surplus = [replace(make_group(MIXED), group_id=9)]
+    sampler.redraw(step=2, surplus=surplus, unfinished=sampler.unfinished[::-1])
+    assert [(each.group_id, each.step) for each in sampler.unfinished] == [
+        (group_id, 2) for group_id in (2, 3, 4, 5, 9)
+    ]
+    assert not any(each.responses or each.versions for each in sampler.unfinished)
 
 
 @pytest.mark.slow
