@@ -121,7 +121,12 @@ class WandB(Client):
         self._wandb = wandb
         # Output, code and package lists may contain secrets, and are in the run's folder anyway.
         settings = wandb.Settings(
-            console="off", disable_git=True, disable_code=True, silent=True, x_disable_meta=True
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            silent=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
         )
         folder = _made(os.environ.get("WANDB_DIR") or self.folder)
         self._run = self._start(wandb.init, record, shown, dir=folder, settings=settings)

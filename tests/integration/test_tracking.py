@@ -92,14 +92,16 @@ def test_tensorboard(tracked: Path) -> None:
 
 def test_wandb(tracked: Path) -> None:
     """Each attempt has a folder of the same run for `wandb sync`; a second one within a second is
-    named NAME-1.
+    named NAME-1. None has the machine's list of packages.
     """
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # wandb has none in Python
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = record(tracked, "wandb")
     history, summary, names = [], {}, set()
-    for path in sorted(Path(found.path).parent.glob(f"offline-run-*-{found.id}*/*.wandb")):
+    runs = Path(found.path).parent
+    assert not [*runs.rglob("requirements.txt")]
+    for path in sorted(runs.glob(f"offline-run-*-{found.id}*/*.wandb")):
         with WBDataStoreReader() as reader:
             reader.open(path)
             while (content := reader.scan()) is not None:
