@@ -106,7 +106,7 @@ def score_choice(response: str, ground_truth: str) -> Score:
     truth = option_letters(ground_truth)
     if not truth:
         raise DataError(
-            f"ground_truth {ground_truth!r} names no options A to G; fix the training parquet"
+            f"ground_truth {ground_truth!r} names no options A to J; fix the training parquet"
         )
     answer = find_options(response)
     if not answer:

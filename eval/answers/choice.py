@@ -1,27 +1,49 @@
-r"""Finds the options A to G that a response names.
+r"""Finds the options A to J that a response names.
 
 Prompts such as CFLUE's ask for \boxed{A}; models write \boxed{A}\boxed{C}, \boxed{AC}, `Answer: A,
-C`, `答案：AC`.
+C`, `答案：AC`, `Answer: C. Bonds`.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from itertools import pairwise
 
 from eval.answers.extraction import MAX_CHARS, after_thinking, boxes_side_by_side, find_boxes
-from eval.answers.math_dapo import unwrap
 
-_JOINED = r"(?:[\s,;/&+、()\[\]$*\"'“”.]|and|or|和|与|及|或)*"
-_BETWEEN_BOXES = re.compile(_JOINED)
+_AND = r"(?:and|or|和|与|及|或)"
+_BETWEEN_BOXES = re.compile(rf"(?:[\s,;/&+、()\[\]$*\"'“”.]|{_AND})*")
 _ANSWER_LINE = re.compile(
-    r"(?:answer|答案)[*\s]*(?:is|:|应?为|应?是|选项为|选项是|应?选)[*\s:]*([^\n]*)", re.IGNORECASE
+    r"""(?ix)(?: (?:answers?|(?:correct|right)\s(?:option|choice)s?|答案|正确选项)[*\s]*
+        (?:is|are|:|应?为|应?是|选项为|选项是|应?选)
+    | (?:故|因此|所以)(?:本题)?应?选 )[*\s:]*([^\n]*)"""
 )
-_OPENING = re.compile(r"[\s$*(\[\"'“【]*(?:options?|choices?|选项?)?[\s:(\[]*", re.IGNORECASE)
-_LETTERS = re.compile(r"([A-G]+)(?![A-Za-z0-9])" + _JOINED)
+_LINE_BREAK = re.compile(r"\\\\(?![a-z])")
+_SPACE = re.compile(r"\\[,;:!> &]|\\q?quad|~")
+_MARKUP = re.compile(
+    r"""\\+(?:text|math|boxed|fbox|mbox|emph|underline|overline)[a-z]*|\\?[{}]|[$*`"“”]"""
+)
+_ROMAN = re.compile(
+    r"(?:(?<![A-Za-z])I[、，,和与\s]*)?(?:[\u2160-\u217f]|(?<![A-Za-z])I(?:I+|V)(?![A-Za-z]))"
+)
+_SMALL = re.compile(rf"[\s(\[]*[a-j](?:(?:[\s,;/&+、()\[\]]|{_AND}\b)+[a-j]\b)*[\s)\].]*")
+_SMALL_LABEL = re.compile(r"\s*(?:\(?[a-j]\)|[a-j][.:]\s)")
+_BEFORE = r"(?:[\s:]|[(\[【](?![A-J][)\]】]))*"
+_OPENING = re.compile(rf"{_BEFORE}(?:both\s+)?(?:options?|choices?|选项?)?{_BEFORE}", re.IGNORECASE)
+# `C.`, `C:`, `C)`, `(C)`
+_LABEL = re.compile(r"([(\[【]?)(?<![A-Za-z0-9])([A-J])([)\]】]|[.:](?![\d.]))")
+_SEPARATOR = re.compile(rf"(?:[,;、/&+\n]|(?<![A-Za-z]){_AND})$")
+_DOTTED = re.compile(r"[A-J](?:\.[A-J])+(?![A-Za-z0-9+,、和与及或])")  # `A.C`
+_LETTERS = re.compile(r"(?:[(\[【](?=[A-J][)\]】]))?([A-J]+)(?![A-Za-z0-9])[)\]】]?")
+_JOINED = re.compile(rf"\s*(\.(?=[A-J])|[,;/&+、]*)\s*{_AND}?\s*")
 # The letter belongs to an English word or sentence (`A bank`, `A-level`), or to a Chinese word
 # (`A股`).
-_IN_A_WORD = re.compile(r"[-’]?[A-Za-z0-9]|(?!选项|[两三四五]?项|正确|对)[^\W_]")
+_IN_A_WORD = re.compile(
+    r"""(?x)[-’][A-Za-z0-9] | \+\+ | \# | \s*(?! (?:because|since|as|only)\b
+    | (?:is|are)\s(?:both\s|the\s)?(?:correct|right|true|best)\b
+    | 选项|[两三四五]?项|[都均是]*(?:正确|对)|因为|由于 )[^\W_]"""
+)
 
 
 def find_options(response: str) -> str:
@@ -34,7 +56,7 @@ def find_options(response: str) -> str:
     text, is_thinking = after_thinking(response)
     if is_thinking:
         return ""
-    text = unicodedata.normalize("NFKC", text[-MAX_CHARS:])
+    text = _normalized(text[-MAX_CHARS:])
     _, tag, inside = text.rpartition("<answer>")
     if tag:
         text = inside.partition("</answer>")[0]
@@ -55,14 +77,55 @@ def find_options(response: str) -> str:
 def option_letters(text: str) -> str:
     """Return the distinct options at the beginning of the text, sorted: "CA, A" gives "AC".
 
-    "" if the letters belong to a word, as in "Banana", "A bank" or "A股"; "B. Bonds" names B.
+    After a label (`C.`, `C)`, `C:`, `(C)`) comes the option's text, in which only further labels
+    of the same form name options: "C. A triangle" gives "C", "(A), (C)" gives "AC". "" if the
+    letters belong to a word, as in "Banana", "A bank" or "A股".
     """
-    text = unwrap(unicodedata.normalize("NFKC", text))
+    text = _plain(text)
     opening = _OPENING.match(text)
-    position = end = opening.end() if opening else 0
-    found: set[str] = set()
+    start = opening.end() if opening else 0
+    label = _LABEL.match(text, start)
+    if label and not _DOTTED.match(text, start):
+        return "".join(sorted({label.group(2), *_labelled_after(label)}))
+    return "".join(sorted(_listed(text, start)))
+
+
+def _normalized(text: str) -> str:
+    """Replace full-width characters. Roman numerals are no letters."""
+    return unicodedata.normalize("NFKC", _ROMAN.sub("1", text))
+
+
+def _plain(text: str) -> str:
+    """Remove markup; write small letters that are the whole text or label it as capitals."""
+    text = _LINE_BREAK.sub("\n", _normalized(text))
+    text = _MARKUP.sub("", _SPACE.sub(" ", text))
+    if _SMALL.fullmatch(text):
+        return re.sub(r"\b[a-j]\b", lambda letter: letter.group().upper(), text)
+    small = _SMALL_LABEL.match(text)
+    return small.group().upper() + text[small.end() :] if small else text
+
+
+def _labelled_after(first: re.Match[str]) -> list[str]:
+    """Return the letters after the first label if each has its label and follows a separator."""
+    text, form = first.string, first.group(1, 3)
+    labels = [m for m in _LABEL.finditer(text, first.end()) if m.group(1, 3) == form]
+    gaps = [text[a.end() : b.start()] for a, b in pairwise([first, *labels])]
+    are_adjacent = form[1] in ")]】" and not any(gap.strip() for gap in gaps)
+    if are_adjacent or all(_SEPARATOR.search(gap.rstrip(" ")[-4:]) for gap in gaps):
+        return [label.group(2) for label in labels]
+    return []
+
+
+def _listed(text: str, position: int) -> set[str]:
+    """Return the letters of a list such as `A, C`; of `A、B股`, whose last is a word, only A."""
+    found: list[str] = []
+    separator = ""
     while match := _LETTERS.match(text, position):
-        found.update(match.group(1))
-        position, end = match.end(), match.end(1)
-    is_label = text[end : end + 1] in (".", ":", ")")  # "B. Bonds": an option with its text
-    return "" if not is_label and _IN_A_WORD.match(text, position) else "".join(sorted(found))
+        joined = _JOINED.match(text, match.end())
+        position = joined.end() if joined else match.end()
+        is_word = not _LETTERS.match(text, position) and _IN_A_WORD.match(text, match.end(1))
+        if is_word or (found and len(match.group(1)) > 1):
+            return set(found[0]) if separator and len(found) == 1 else set()
+        found.append(match.group(1))
+        separator = joined.group(1) if joined else ""
+    return set("".join(found))

@@ -37,7 +37,7 @@ _DIRECTIONS = (
     "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or "
     "file"
 )
-_OPTIONS = re.compile(r"[A-G]{1,7}")
+_OPTIONS = re.compile(r"[A-J]{1,10}")
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
@@ -56,7 +56,7 @@ class Log:
 def import_log(path: str | Path, output: str | Path) -> Summary:
     """Grade another program's responses into a results folder; return the summary.
 
-    Gold answers come from the log, gold solutions from their last box. If all are letters A to G,
+    Gold answers come from the log, gold solutions from their last box. If all are letters A to J,
     options are graded. Raises ResultsError if the log is unreadable, or if items have different
     numbers of samples.
     """

@@ -61,8 +61,8 @@ def test_gold_letters_are_a_set_and_a_truncated_choice_is_never_right() -> None:
     grader = ChoiceGrader()
     assert grader.grade("\\boxed{AC} and", "length", "AC").verdict == "truncated"
     assert grader.grade(None, None, "AC").verdict == "request_failed"
-    for truth in ("", "H", "the first", "a"):
-        with pytest.raises(DataError, match=r"ground_truth .* names no options A to G"):
+    for truth in ("", "K", "the first", "a bank"):
+        with pytest.raises(DataError, match=r"ground_truth .* names no options A to J"):
             score_choice("\\boxed{A}", truth)
 
 

@@ -1,4 +1,4 @@
-"""Multiple choice: CFLUE, GPQA diamond, and the user's own questions with options A to G."""
+"""Multiple choice: CFLUE, GPQA diamond, and the user's own questions with options A to J."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eval.problems.rows import (
     text_of,
 )
 
-NO_LETTERS = "no options A to G as the answer"
+NO_LETTERS = "no options A to J as the answer"
 # The instruction for each kind of question, as DianJin-R1 words it (arXiv:2504.15716).
 _KINDS = {
     "单项选择题": "题目是单选题，只需要返回一个最合适的选项，"
@@ -92,7 +92,7 @@ _CFLUE_SCHEMAS = (
 )
 CFLUE = ProblemSet(
     name="cflue",
-    about="Chinese finance exams, options A to G (arXiv:2405.10542), with DianJin-R1's prompts",
+    about="Chinese finance exams, options A to J (arXiv:2405.10542), with DianJin-R1's prompts",
     licence="CC BY-NC-SA 4.0 (CFLUE); DianJin-R1-Data's on its page",
     schemas=_CFLUE_SCHEMAS,
     train={
@@ -109,7 +109,7 @@ CFLUE = ProblemSet(
 )
 CHOICE = ProblemSet(
     name="choice",
-    about="your own questions with options A to G, as in CFLUE, DianJin-R1 or DAPO-Math-17k",
+    about="your own questions with options A to J, as in CFLUE, DianJin-R1 or DAPO-Math-17k",
     licence="yours",
     schemas=(*_CFLUE_SCHEMAS, Schema(CHAT.columns, read_letters, CHAT.others)),
     scorer="choice",
