@@ -67,7 +67,6 @@ def train(
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
-        _warn_of_stale_tokens(config)
         inputs = train_path, model_path, output_dir, held_out_path
         stream, validation = _read_prompts(config, *inputs)
         # now: a scorer file may change later
@@ -98,17 +97,6 @@ def train(
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
-
-
-def _warn_of_stale_tokens(config: TrainingConfig) -> None:
-    rollout, correction = config.rollout, config.algorithm.rollout_correction
-    if correction.importance == "stale" and not rollout.samples_among_all:
-        logger.warning(
-            "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with the "
-            "policy's, so tokens sampled by older weights train without importance weights",
-            rollout.top_p,
-            rollout.top_k,
-        )
 
 
 def _read_prompts(

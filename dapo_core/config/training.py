@@ -261,6 +261,29 @@ class TrainingConfig(Section):
             )
         return self
 
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether groups of later steps may be sampled before the weights change."""
+        return (
+            self.sampler.max_staleness > 0 and self.sampler.gen_prompts > self.train.train_prompts
+        )
+
+    @model_validator(mode="after")
+    def _older_tokens_can_be_weighed(self) -> TrainingConfig:
+        rollout, is_own = self.rollout, self.train.backend == "own"
+        is_weighed = self.rollout_correction.importance == "stale"
+        if is_own and is_weighed and self.samples_ahead and not rollout.samples_among_all:
+            raise ValueError(
+                f"sampler.max_staleness={self.sampler.max_staleness} with "
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would train tokens "
+                "of older weights as if the current ones had sampled them: the engine's log-probs "
+                "cover the remaining tokens, the policy's the whole vocabulary, so their ratio is "
+                "no importance weight. Set sampler.max_staleness=0, which samples nothing ahead, "
+                "or rollout.top_p=1 and rollout.top_k=-1; "
+                "algorithm.rollout_correction.importance=off trains such tokens without weights"
+            )
+        return self
+
     @model_validator(mode="after")
     def _experts_run_whole_on_accelerators(self) -> TrainingConfig:
         if self.rollout.expert_parallel and self.train.device == "cpu":
@@ -294,14 +317,13 @@ class TrainingConfig(Section):
     def rollout_correction(self) -> RolloutCorrectionConfig:
         """algorithm.rollout_correction as applied: `stale` is turned off where it does not apply.
 
-        It does not apply with top_p or top_k sampling, with the engine's log-probs as the anchor,
-        and with compat=verl, which treats every token as on-policy.
+        It does not apply with the engine's log-probs as the anchor, and with compat=verl, which
+        treats every token as on-policy.
         """
         correction, algorithm = self.algorithm.rollout_correction, self.algorithm
-        is_comparable = self.rollout.samples_among_all and algorithm.old_log_probs == "policy"
-        if correction.importance != "stale" or (
-            is_comparable and not Compat.of(algorithm).stale_is_fresh
-        ):
+        is_anchor = algorithm.old_log_probs == "engine"
+        is_ignored = is_anchor or Compat.of(algorithm).stale_is_fresh
+        if correction.importance != "stale" or not is_ignored:
             return correction
         return correction.model_copy(
             update={"importance": "off", "importance_min": None, "importance_normalize": False}

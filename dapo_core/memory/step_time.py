@@ -265,8 +265,7 @@ def _decoding_steps(
     spreads over sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
     """
     sampler, rollout = config.sampler, config.rollout
-    is_ahead = sampler.max_staleness > 0 and sampler.gen_prompts > config.train.train_prompts
-    if is_ahead and not config.run.deterministic:
+    if config.samples_ahead and not config.run.deterministic:
         slots = min(slots, sampler.gen_prompts * rollout.group_size / rollout.num_workers)
         return max(drawn * lengths.response / slots, responses[-1] / sampler.max_staleness)
     order = [

@@ -86,7 +86,11 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
     resolved = {
         name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in names
     }
-    return resolve(type(config), {**config.model_dump(), **resolved})
+    try:
+        return resolve(type(config), {**config.model_dump(), **resolved})
+    except ConfigError as error:
+        keys = " and ".join(f"{name}.sampling=model" for name in names)
+        raise ConfigError(f"{keys} uses {sampling} of {GENERATION_CONFIG}, but {error}") from None
 
 
 def read_eos_ids(model_path: str | Path) -> list[int]:

@@ -18,6 +18,7 @@ from tasks.config import ChainConfig
 ROWS = "num_train_rows"
 ENOUGH_ROWS = 1_000_000  # enough for any batch; --tiny sets its own steps
 MEASURED_ON = "math500"
+TRUNCATING = ("rollout.top_p", "rollout.top_k")
 
 
 def default_keys() -> dict[str, Any]:
@@ -87,6 +88,12 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
         )
     defaults = default_keys()
     recipe = recipe_of(account, defaults)
+    cut = [key for key in TRUNCATING if recipe.values.get(key, defaults[key]) != defaults[key]]
+    if cut and (is_tiny or backend == "own"):
+        recipe.values["sampler.max_staleness"] = 0
+        recipe.comments["sampler.max_staleness"] = (
+            f"{account.trainer} samples nothing ahead, and {' and '.join(cut)} requires it here"
+        )
     if is_tiny:
         return tiny_of(recipe)
     if backend != "own":

@@ -175,6 +175,12 @@ def test_model_references_are_validated() -> None:
             r".*rollout\.top_k=-1",
         ),
         (
+            ["rollout.top_p=0.9"],
+            r"sampler\.max_staleness=2 with rollout\.top_p=0\.9, rollout\.top_k=-1 would train "
+            r".*Set sampler\.max_staleness=0, .* or rollout\.top_p=1 and rollout\.top_k=-1",
+        ),
+        (["rollout.top_k=20"], r"sampler\.max_staleness=2 with .*rollout\.top_k=20 would train"),
+        (
             ["algorithm.old_log_probs=engine", "rollout.top_p=0.9"],
             r"old_log_probs=engine with rollout\.top_p=0\.9, .* rollout\.top_k=-1, or "
             r"old_log_probs=policy",
@@ -211,6 +217,20 @@ def test_model_references_are_validated() -> None:
 def test_contradicting_keys_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sampler.max_staleness=0",
+        "sampler.gen_prompts=512",  # of 512 in a step: nothing ahead
+        "algorithm.rollout_correction.importance=off",
+        "algorithm.compat=verl",
+        "train.backend=verl",
+    ],
+)
+def test_top_p_is_allowed_where_no_old_token_counts_as_fresh(recipe: Path, override: str) -> None:
+    assert load_config(recipe, ["rollout.top_p=0.9", override]).rollout.top_p == 0.9
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -75,7 +75,7 @@ def test_tokens_sampled_from_another_distribution_stop_the_training() -> None:
 
 def test_incomparable_log_probs_are_skipped() -> None:
     _sampled(0.1, is_stale=True)
-    _sampled(0.1, rollout={"top_p": 0.9})
+    _sampled(0.1, rollout={"top_p": 0.9}, sampler={"max_staleness": 0})
     _sampled(0.1, algorithm={"old_log_probs": "engine"})
 
 

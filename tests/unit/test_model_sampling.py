@@ -49,11 +49,12 @@ def test_missing_generation_config_values_are_neutral(
 
 def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
     model(tmp_path, **QWEN3)
-    plain = make_config(rollout={"temperature": 0.8})
+    plain, whole_steps = make_config(rollout={"temperature": 0.8}), {"max_staleness": 0}
     assert with_model_sampling(plain, tmp_path) is plain
     sampled = {"every": 1, "sampling": "model", "num_samples": 4}
     config = with_model_sampling(
-        make_config(rollout={"sampling": "model"}, validation=sampled), tmp_path
+        make_config(rollout={"sampling": "model"}, validation=sampled, sampler=whole_steps),
+        tmp_path,
     )
     for section in (config.rollout, config.validation):
         assert (section.sampling, section.temperature, section.top_p, section.top_k) == (
@@ -63,6 +64,12 @@ def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
             20,
         )
     assert config.validation.num_samples == 4
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.sampling=model uses Sampling\(temperature=0\.6, top_p=0\.95, top_k=20\) "
+        r"of generation_config\.json, but sampler\.max_staleness=2 with rollout\.top_p=0\.95",
+    ):
+        with_model_sampling(make_config(rollout={"sampling": "model"}), tmp_path)
     corrected = {"rollout_correction": {"importance": "token"}}
     with pytest.raises(
         ConfigError, match=r"rollout\.top_p=0\.95, rollout\.top_k=20 would correct for the trunc"

@@ -346,9 +346,6 @@ def test_an_overflowing_product_leaves_metrics_finite() -> None:
     ("sections", "importance"),
     [
         ({}, "stale"),
-        ({"rollout": {"top_k": 0}}, "stale"),  # all tokens, too
-        ({"rollout": {"top_p": 0.95}}, "off"),
-        ({"rollout": {"top_k": 20}}, "off"),
         ({"algorithm": {"old_log_probs": "engine"}}, "off"),
         ({"algorithm": {"compat": "verl"}}, "off"),
         ({"algorithm": {"compat": "verl", "rollout_correction": {"importance": "token"}}}, "token"),
