@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dapo_core.machine.environment import WORKERS
+
 if TYPE_CHECKING:
     from dapo_core.engines.base import Engine
 
@@ -25,10 +27,7 @@ EXAMPLE = """example, on two cores, with one and with two threads per engine:
 NUM_PROMPTS, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 32, 8, 64, 256  # the load of a round
 NUM_ROUNDS = 5  # measured, after one warm-up
 WARM_UP_STEPS = 100  # of the recipe's model, for responses of realistic lengths
-os.environ |= {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}  # as in rollout workers
+os.environ |= WORKERS  # as in rollout workers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import multiprocessing
-import os
 import shlex
 import signal
 import statistics
@@ -77,7 +76,6 @@ def run_job(job: Job) -> Outcome:
     from tasks.data.layout import TRAIN_FILE
     from tasks.links import link_of
 
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     config, store = load_config(RECIPE, job.overrides), ArtifactStore(job.store)
     key = link_of(config, "prepare_data").key()
     data = _produce(store, key, job, lambda folder: ["prepare-data", RECIPE, "--output", folder])

@@ -52,7 +52,7 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
     return decorate
 
 
-def complete_page(*_: object) -> None:
+def complete_page(flow: Any, flow_run: Any, state: Any) -> None:
     """Prefect hook: wait until all of the run's artifacts are sent to the Prefect UI."""
     wait_until_sent()
 

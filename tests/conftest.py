@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from tests.integration.arithmetic_server import ArithmeticServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not pay off for tiny tensors
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # spinning threads starve others when cores are oversubscribed
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ |= PROJECT_SETTINGS  # before Prefect is imported
 os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported

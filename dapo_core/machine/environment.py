@@ -10,12 +10,10 @@ RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_COLOR_PREFIX": "0",
 }
+# On a CPU: OpenMP threads that spin while they wait starve other processes on shared cores.
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Set job-wide, so that Ray can use its prestarted worker processes.
-WORKERS = {
-    # ranks and engines take turns; spinning threads would starve each other
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
+WORKERS = {**PASSIVE_WAITING, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
 # avoids sending weights to another process

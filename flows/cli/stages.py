@@ -86,8 +86,9 @@ def fetch_model(
 def _build_model(
     settings: Config, data: Path | None, folder: Path, report: Callable[[Progress], None]
 ) -> None:
-    # Set before importing torch: spinning threads starve each other on shared cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from dapo_core.machine.environment import PASSIVE_WAITING, set_defaults
+
+    set_defaults(PASSIVE_WAITING)  # before torch is imported
     from dapo_core.demo.warm_start import build_model
     from dapo_core.errors import ConfigError
     from eval.problems.files import iterate_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_core.cluster.environment import Given, given_by_training
 from dapo_core.cluster.started import AUTH_TOKEN
-from dapo_core.machine.environment import WORKERS
+from dapo_core.machine.environment import PASSIVE_WAITING
 from interop.render import trainers
 from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig
@@ -71,8 +71,7 @@ def _given(
         case "fetch_model" if config.model.source != "path":
             yield from _of_command("fetch-model")
             if config.model.source == "recipe":
-                passive = {"OMP_WAIT_POLICY": WORKERS["OMP_WAIT_POLICY"]}
-                yield Given("fetch-model", passive, is_default=True)
+                yield Given("fetch-model", PASSIVE_WAITING, is_default=True)
         case "evaluate_model" if (
             link.stage is EVALUATE_MODEL and metrics.get("serve_command") != ""
         ):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
+from dapo_core.machine.environment import PASSIVE_WAITING
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
@@ -101,12 +102,15 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def serve_environment(settings: ServeConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that the server gets in addition: no telemetry, and on a CPU its cores."""
+    """Variables that the server gets in addition: no telemetry, and on a CPU how it uses cores."""
     added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if settings.eager:
         # --enforce-eager still compiles the sampler, which requires a C++ compiler on a CPU
         added["TORCHDYNAMO_DISABLE"] = "1"
-    if vllm_device().kind != "cpu" or CPU_BINDING_VARIABLE in environment:
+    if vllm_device().kind != "cpu":
+        return added
+    added |= {name: value for name, value in PASSIVE_WAITING.items() if name not in environment}
+    if CPU_BINDING_VARIABLE in environment:
         return added
     if settings.num_devices > 1:
         added[CPU_BINDING_VARIABLE] = _cores_of_workers(settings.num_devices)

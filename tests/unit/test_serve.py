@@ -34,6 +34,7 @@ from tasks.serve_model.failure import ServeError, death_of_process, raised_error
 from tests.tiny_models import build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,12 @@ def test_an_unavailable_port_names_the_key() -> None:
 def added(
     monkeypatch: pytest.MonkeyPatch, kind: str, settings: ServeConfig, environment: dict[str, str]
 ) -> dict[str, str]:
-    """What a server gets beside ALWAYS, on a machine with vLLM for that device."""
+    """What a server gets beside ALWAYS and PASSIVE, on a machine with vLLM for that device."""
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     found = serve_environment(settings, environment)
-    assert found.items() >= ALWAYS.items()
-    return {name: value for name, value in found.items() if name not in ALWAYS}
+    always = ALWAYS | (PASSIVE if kind == "cpu" else {})
+    assert found.items() >= always.items()
+    return {name: value for name, value in found.items() if name not in always}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,15 @@ def test_a_server_on_few_cores_uses_no_worker_process(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     found = added(monkeypatch, kind, ServeConfig(), environment)
     assert found == ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if is_one else {})
+
+
+def test_a_server_on_a_cpu_leaves_the_cores_to_others_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "vllm_device", lambda: device_for("cpu"))
+    assert serve_environment(ServeConfig(), {}).items() >= PASSIVE.items()
+    chosen = serve_environment(ServeConfig(), {"OMP_WAIT_POLICY": "ACTIVE"})
+    assert "OMP_WAIT_POLICY" not in chosen
 
 
 @pytest.mark.slow
