@@ -45,7 +45,7 @@ def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
         with path.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     else:
-        rows = [dict(row) for batch in iterate_rows(path) for row in batch]
+        rows = list(map(dict, iterate_rows(path)))
     labelled = []
     for row in rows:
         response = str(row["prediction"])

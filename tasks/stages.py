@@ -92,7 +92,7 @@ PREPARE_DATA = Stage(
         "eval/report/pages.py",
         "eval/report/templates/data_card.md.j2",
     ),
-    packages=("pyarrow", "datasets"),
+    packages=("pyarrow",),
     hours=2.0,
 )
 BUILD_MODEL = Stage(

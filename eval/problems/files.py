@@ -1,28 +1,31 @@
-"""Reads problem files for training and evaluation. No row is dropped silently."""
+"""Problem files of training and evaluation: which files, which schema. No row is lost silently."""
 
 from __future__ import annotations
 
-import json
-import tempfile
+import functools
+import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eval.problems import ProblemsError
+from eval.problems.formats import FORMATS, rows_in
 from eval.problems.items import Problem
-from eval.problems.prompts import not_utf8, read_utf8
-from eval.problems.rows import Row, Schema, Unusable
+from eval.problems.rows import Row, Schema, Split, Unusable
 
-FORMATS = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".arrow": "arrow",
+logger = logging.getLogger(__name__)
+
+# Split names in file paths.
+_SPLITS = {
+    name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)", re.IGNORECASE)
+    for name in ("train", "test", "validation", "valid", "val", "dev")
 }
-BATCH_ROWS = 1000
+_USES: dict[Split, str] = {"train": "train on", "test": "evaluate with"}
+# Written beside the rows by `datasets`.
+_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
@@ -51,33 +54,31 @@ def refuse_faults(path: Path, faults: Mapping[str, Sequence[int]], num_rows: int
 
 
 def iterate_problems(
-    path: Path, schemas: Sequence[Schema]
+    path: Path, schemas: Sequence[Schema], split: Split = "test"
 ) -> Iterator[tuple[int, Row, Problem | Unusable]]:
     """Yield (row number, row, problem or why it is unusable), holding one batch in memory.
 
     A problem without an id gets `row-N`. Raises ProblemsError for a file that is unreadable or
     lacks columns.
     """
-    yield from problems_of(path, iterate_rows(path, schemas), schemas)
+    yield from problems_of(path, iterate_rows(path, schemas, split), schemas)
 
 
 def problems_of(
-    path: Path, batches: Iterable[Sequence[Row]], schemas: Sequence[Schema]
+    path: Path, rows: Iterable[Row], schemas: Sequence[Schema]
 ) -> Iterator[tuple[int, Row, Problem | Unusable]]:
     """`iterate_problems` for rows already read from `path`."""
-    number, schema = 0, None
-    for rows in batches:
-        schema = schema or find_schema(path, rows[0], schemas)
-        for row in rows:
-            problem: Problem | Unusable
-            try:
-                problem = schema.read(row)
-                problem = problem if problem.id else replace(problem, id=f"row-{number}")
-            except Unusable as reason:
-                problem = reason
-            yield number, row, problem
-            number += 1
-    if not number:
+    schema = None
+    for number, row in enumerate(rows):
+        schema = schema or find_schema(path, row, schemas)
+        problem: Problem | Unusable
+        try:
+            problem = schema.read(row)
+            problem = problem if problem.id else replace(problem, id=f"row-{number}")
+        except Unusable as reason:
+            problem = reason
+        yield number, row, problem
+    if schema is None:
         raise ProblemsError(f"{path} has no rows; name another file, or fix it")
 
 
@@ -95,9 +96,9 @@ def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema])
     )
 
 
-def columns_of(path: Path) -> list[str]:
+def columns_of(path: Path, split: Split = "test") -> list[str]:
     """Return the columns of a file or folder. Raises ProblemsError if it is unreadable."""
-    return list(next(iterate_rows(path), [{}])[0])
+    return list(next(iterate_rows(path, split=split), {}))
 
 
 def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
@@ -131,68 +132,19 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     return distinct
 
 
-def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Row]]:
-    """Yield non-empty batches of rows from a file, or from a folder's files of one format.
+def iterate_rows(
+    path: Path, schemas: Sequence[Schema] = (), split: Split = "test"
+) -> Iterator[Row]:
+    """Yield the rows of a file, or of a split in a folder, as a stream.
 
-    pyarrow reads parquet, only the columns of the matching schema. `datasets` streams other formats
-    without leaving files in the user's cache, except for AISBench's JSON object of rows by index.
-    Raises ProblemsError.
+    Of parquet files, only the columns of the matching schema are read. Raises ProblemsError.
     """
-    files = files_of(path)
-    if files[0].suffix == ".parquet":
-        yield from filter(None, _parquet_rows(files, schemas))
-        return
-    if files[0].suffix == ".json" and (rows := _rows_by_index(files[0])) is not None:
-        yield rows
-        return
-    for columns in _batches(path, files):
-        names = list(columns)
-        if columns and (count := len(columns[names[0]])):
-            yield [{name: columns[name][row] for name in names} for row in range(count)]
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the file, or a folder's files. Raises ProblemsError for none or several formats."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file()
-        )
-    if not files or not files[0].is_file():
-        where = f" in {Path.cwd()}" if not path.is_absolute() else ""
-        raise ProblemsError(
-            f"{path} is not a file, nor a folder of problem files{where}; name a registered set "
-            f"(dapo datasets), files that end in {', '.join(FORMATS)}, hf:ORG/NAME, "
-            "modelscope:ORG/NAME or https://...#sha256=..."
-        )
-    if files[0].suffix not in FORMATS:
-        raise ProblemsError(
-            f"{path} ends in {path.suffix!r}; a problem file must end in one of "
-            f"{', '.join(FORMATS)}"
-        )
-    if len({file.suffix for file in files}) > 1:
-        raise ProblemsError(
-            f"{path} has files of several formats ({', '.join(sorted({f.suffix for f in files}))})"
-        )
-    return files
-
-
-def _parquet_rows(files: Sequence[Path], schemas: Sequence[Schema]) -> Iterator[list[Row]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for file in files:
-        try:
-            parquet = pq.ParquetFile(file)
-            columns = _columns_to_read(file, parquet.schema_arrow.names, schemas)
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
-                yield batch.to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise ProblemsError(f"{file} cannot be read as parquet: {error}") from None
+    for file in files_of(path, split):
+        yield from rows_in(file, functools.partial(_columns_to_read, file, schemas))
 
 
 def _columns_to_read(
-    file: Path, names: Sequence[str], schemas: Sequence[Schema]
+    file: Path, schemas: Sequence[Schema], names: Sequence[str]
 ) -> list[str] | None:
     """Return the columns of the first matching schema, or None for all columns without schemas."""
     if not schemas:
@@ -201,66 +153,86 @@ def _columns_to_read(
     return [name for name in names if name in (*schema.columns, *schema.others)]
 
 
-def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]]:
-    """Yield the columns of up to BATCH_ROWS rows at a time."""
-    import datasets
+def files_of(path: Path, split: Split = "test") -> list[Path]:
+    """Return the file, or a folder's files with rows of the split.
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        False  # otherwise each file read here is reported to the hub
+    Raises ProblemsError if there is none, or if the choice is ambiguous.
+    """
+    if path.is_dir():
+        return [path / name for name in _chosen_in(path, split)]
+    if not path.is_file():
+        where = f" in {Path.cwd()}" if not path.is_absolute() else ""
+        raise ProblemsError(
+            f"{path} is not a file, nor a folder of problem files{where}; name a registered set "
+            f"(dapo datasets), files that end in {', '.join(FORMATS)}, hf:ORG/NAME, "
+            "modelscope:ORG/NAME or https://...#sha256=..."
+        )
+    if path.suffix.lower() not in FORMATS:
+        raise ProblemsError(
+            f"{path} ends in {path.suffix!r}; a problem file must end in one of "
+            f"{', '.join(FORMATS)}"
+        )
+    return [path]
+
+
+def _chosen_in(folder: Path, split: Split) -> list[str]:
+    """Return the relative paths of `of_split`, and log them if there are others."""
+    paths = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+    names = sorted(path.as_posix() for path in visible)
+    chosen = of_split(str(folder), names, split)
+    if others := [name for name in names if is_rows(name) and name not in chosen]:
+        use = f"{folder}: rows to {_USES[split]} from {_listed(chosen)}"
+        _log_once(f"{use}; not from {_listed(others)}")
+    return chosen
+
+
+def is_rows(name: str) -> bool:
+    """True if a file name is that of a problem file."""
+    path = PurePosixPath(name)
+    return path.suffix.lower() in FORMATS and path.name not in _METADATA
+
+
+def of_split(source: str, names: Sequence[str], split: Split) -> list[str]:
+    """Return the files of a folder or repository that hold the rows of a split.
+
+    These are the parquet files, else the files of another format, whose paths name the split, else
+    those that name no split. Raises ProblemsError if there is none, or if they have several formats
+    or belong to several configurations.
+    """
+    rows = list(filter(is_rows, names))
+    rows = [name for name in rows if name.lower().endswith(".parquet")] or rows
+    chosen = [name for name in rows if _SPLITS[split].search(name)] or [
+        name
+        for name in rows
+        if len(names) == 1 or not any(pattern.search(name) for pattern in _SPLITS.values())
+    ]
+    places: dict[str, list[str]] = {}  # of each file name that gives the split
+    for path in map(PurePosixPath, chosen):
+        if _SPLITS[split].search(path.name):
+            places.setdefault(path.name, []).append(str(path.parent))
+    repeated = next((found for found in places.values() if len(found) > 1), [])
+    if repeated:
+        fault = f"the files to {_USES[split]} in {len(repeated)} folders ({_listed(repeated)})"
+    elif len({PurePosixPath(name).suffix.lower() for name in chosen}) > 1:
+        fault = "files of several formats"
+    elif not chosen:
+        fault = f"no rows to {_USES[split]}"
+    else:
+        return chosen
+    raise ProblemsError(
+        f"{source} has {fault}: name one of its files or folders as {source}/NAME; it has "
+        f"{_listed(names, 20)}"
     )
-    builder, options = FORMATS[files[0].suffix], dict[str, Any]()
-    before = datasets.utils.logging.get_verbosity()
-    try:
-        # errors are raised anyway
-        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-        if builder == "csv":  # keep values as text: 0027 and NA are answers
-            import pandas
-
-            names = pandas.read_csv(files[0], nrows=0, encoding="utf-8-sig").columns
-            texts = datasets.Features({str(name): datasets.Value("string") for name in names})
-            options = {"features": texts, "na_filter": False, "encoding": "utf-8-sig"}
-        with tempfile.TemporaryDirectory() as folder:
-            rows = datasets.load_dataset(
-                builder,
-                data_files=[str(file) for file in files],
-                split="train",
-                streaming=True,
-                cache_dir=folder,
-                **options,
-            )
-            yield from rows.iter(BATCH_ROWS)
-    except StopIteration:
-        return
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None
-    except Exception as error:  # errors of pyarrow, pandas and datasets share no base class
-        if isinstance(error, ProblemsError):
-            raise
-        raise ProblemsError(
-            f"{path} cannot be read as {files[0].suffix[1:]}: {error}; correct the file"
-        ) from None
-    finally:
-        datasets.utils.logging.set_verbosity(before)
 
 
-def _rows_by_index(path: Path) -> list[Row] | None:
-    """Read a JSON object of objects, AISBench's format of MATH-500; None for anything else."""
-    text = read_utf8(path)
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
-        return None  # JSON lines, or not JSON, for which `datasets` has the better message
-    if not content or not all(isinstance(row, dict) for row in content.values()):
-        return None
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ProblemsError(
-            f"{path} has a lone surrogate, which is not text; correct the file"
-        ) from None
-    return list(content.values())
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info(text)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def _describe_fault(reason: str, numbers: Sequence[int]) -> str:

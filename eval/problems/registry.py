@@ -78,7 +78,7 @@ def read_as(
 ) -> list[tuple[dict[str, Any], Problem]]:
     """The first rows and problems as read by a registered set; empty if a row does not fit."""
     try:
-        tried = list(problems_of(path, [rows] if rows else [], known.schemas))
+        tried = list(problems_of(path, rows, known.schemas))
     except ProblemsError:
         return []
     schema = find_schema(path, rows[0], known.schemas)
@@ -109,7 +109,7 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
 
 def recognize(path: Path) -> ProblemSet:
     """Return how to read the user's own file: OWN, a registered set's schema, or usual names."""
-    rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
+    rows = list(itertools.islice(iterate_rows(path), NUM_TRIED))
     if not rows or any(read_as(path, [row], OWN) for row in rows):
         return OWN
     if (known := published_as(path, rows)) is not None:

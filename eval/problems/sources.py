@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import downloads
 from downloads import OnProgress, Snapshot
 from durable import locked
-from eval.problems import ProblemsError
-from eval.problems.files import FORMATS
+from eval.problems.files import of_split
 from eval.problems.rows import Split
 
 logger = logging.getLogger(__name__)
-
-# Split names in file paths.
-_SPLITS = {
-    name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)")
-    for name in ("train", "test", "validation", "dev")
-}
 
 
 def fetch(
@@ -57,30 +49,12 @@ def rows_of(
 ) -> Snapshot:
     """Resolve the files of a reference that hold the rows of a split, without downloading content.
 
-    In a repository these are the parquet files, else the files of another format, whose paths name
-    the split or no split. Raises ProblemsError if that is ambiguous, and DownloadError.
+    In a repository these are the files of `of_split`. Raises ProblemsError and DownloadError.
     """
     snapshot = resolve(reference, "dataset")
-    rows = [file for file in snapshot.files if PurePosixPath(file.path).suffix in FORMATS]
-    if len(snapshot.files) > 1:
-        parquet = [file for file in rows if file.path.endswith(".parquet")]
-        rows = [file for file in parquet or rows if _SPLITS[split].search(file.path)] or [
-            file
-            for file in parquet or rows
-            if not any(pattern.search(file.path) for pattern in _SPLITS.values())
-        ]
-    formats = {PurePosixPath(file.path).suffix for file in rows}
-    if len(formats) != 1:
-        listed = ", ".join(file.path for file in snapshot.files[:20])
-        raise ProblemsError(
-            f"{reference} has "
-            f"{'files of several formats' if formats else f'no rows to {_USES[split]}'}: name one "
-            f"of its files or folders as {reference}/FILE; it has {listed}"
-        )
-    return replace(snapshot, files=tuple(rows))
-
-
-_USES: dict[Split, str] = {"train": "train on", "test": "evaluate with"}
+    chosen = of_split(reference, [file.path for file in snapshot.files], split)
+    files = tuple(file for file in snapshot.files if file.path in chosen)
+    return replace(snapshot, files=files)
 
 
 def default_cache() -> Path:

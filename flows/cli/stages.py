@@ -99,7 +99,7 @@ def _build_model(
 
     if data is None:
         raise ConfigError("model.source=recipe needs training rows; give their file with --data")
-    rows = [dict(row) for batch in iterate_rows(data) for row in batch]
+    rows = list(map(dict, iterate_rows(data)))
     metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed, on_step=on_step)
     typer.echo(
         f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}"

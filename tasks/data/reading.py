@@ -88,7 +88,8 @@ def iterate_source(
             (number, row, read_chat(row)) for number, row in enumerate(_generated(config, source))
         )
     else:
-        rows = iterate_problems(source.local(Path(config.store.path) / DOWNLOADS), source.schemas)
+        path = source.local(Path(config.store.path) / DOWNLOADS)
+        rows = iterate_problems(path, source.schemas, source.split)
     for number, row, problem in rows:
         if not number and (
             missing := [name for name in source.prompt_format.columns if name not in row]

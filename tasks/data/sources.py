@@ -87,7 +87,7 @@ class Source:
     def content(self) -> str:
         """The files' digest, "" if generated. Raises ConfigError, ProblemsError, DownloadError."""
         if self.path is not None:
-            return files_digest(self.key, self.path)
+            return files_digest(self.key, self.path, self.split)
         return "" if self.reference is None else str(self.snapshot().commit)
 
     def snapshot(self) -> Snapshot:
@@ -97,7 +97,7 @@ class Source:
     def check_columns(self) -> None:
         """Raise ProblemsError if a local file is missing, unreadable or lacks columns."""
         if self.path is not None:
-            find_schema(self.path, columns_of(self.path), self.schemas)
+            find_schema(self.path, columns_of(self.path, self.split), self.schemas)
 
     def origin(self) -> str:
         """The origin of the rows, with the commit for hubs."""
@@ -112,7 +112,9 @@ class Source:
         if self.path is None:
             return {}
         root = self.path if self.path.is_dir() else self.path.parent
-        return {str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path)}
+        return {
+            str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path, self.split)
+        }
 
     def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
         """The local path, fetched into `cache` if remote; raises ProblemsError, DownloadError."""
@@ -211,10 +213,10 @@ def describe_sources(config: ChainConfig) -> str:
     return "; ".join(described)
 
 
-def files_digest(key: str, path: Path) -> str:
-    """sha256 of a file, or of the names and contents of a folder's files."""
+def files_digest(key: str, path: Path, split: Split) -> str:
+    """sha256 of a file, or of the names and contents of a folder's files of the split."""
     try:
-        files = files_of(path)
+        files = files_of(path, split)
         if files == [path]:
             return sha256_of(path)
         listed = [(str(file.relative_to(path)), sha256_of(file)) for file in files]

@@ -13,10 +13,10 @@ from typing import Any
 from rich.filesize import decimal
 
 from dapo_core.errors import ConfigError
-from eval.problems.files import iterate_problems, iterate_rows
+from eval.problems.files import columns_of, files_of, iterate_problems, iterate_rows
 from eval.problems.items import Problem
 from eval.problems.registry import NUM_TRIED, OWN, SETS, published_as, read_as
-from eval.problems.rows import Row, chat_of, guess_columns
+from eval.problems.rows import Row, Split, chat_of, guess_columns
 from tasks.config import ChainConfig
 from tasks.data.reading import SetCount, iterate_source, to_row
 from tasks.data.sources import train_sources
@@ -49,21 +49,24 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
             f"--{option} {name} is not a file or folder here, a hub id or a registered set "
             f"({', '.join(SETS)})"
         )
+    split: Split = "train" if option == "data" else "test"
     if not columns:
-        rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
+        rows = list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
         if read_as(path, rows, OWN):
             return name
         if (known := published_as(path, rows)) is not None:
             return [{"set": known.name, "path": name}]
-    return [{"set": name, "columns": guessed_columns(path, columns)}]
+    return [{"set": name, "columns": guessed_columns(path, columns, split)}]
 
 
-def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
+def guessed_columns(
+    path: Path, given: Mapping[str, str] = NO_COLUMNS, split: Split = "train"
+) -> dict[str, str]:
     """The columns with problem and answer: as `given`, else guessed from their names.
 
     Raises ConfigError if they cannot be determined.
     """
-    rows = next(iterate_rows(path), [])
+    rows = list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
     if not rows:
         raise ConfigError(f"{path} has no rows; is it the right file?")
     names = list(rows[0])
@@ -73,8 +76,6 @@ def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[s
         )
     problem, answer = guess_columns(names, given)
     if problem is None or answer is None:
-        if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
-            raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
             f"{path} has the columns {', '.join(names)}, and no name suggests that it holds the "
             f"{'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
@@ -108,6 +109,8 @@ def data_sets(
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
     value, path = data_set(train, "data", columns), Path(train)
+    if held_out is None and path.is_dir() and files_of(path, "test") != files_of(path, "train"):
+        held_out = train
     parts = {
         "train": value,
         "eval": value if held_out is None else _held_out(new_files, held_out, columns),
@@ -193,8 +196,7 @@ def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) ->
     """
     path = Path(held_out)
     if columns and path.exists():
-        rows = next(iterate_rows(path), [])
-        columns = columns if any(row.keys() & {*columns.values()} for row in rows) else NO_COLUMNS
+        columns = columns if {*columns.values()} & {*columns_of(path)} else NO_COLUMNS
     value = data_set(held_out, "eval", columns)
     known = value[0]["set"] if isinstance(value, list) else ""
     if known not in SETS or SETS[known].num_items is None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from downloads import DownloadError
 from eval.problems import ProblemsError
+from eval.problems.files import files_of
 from eval.problems.registry import SETS, SUITES, load_set
 from eval.problems.sources import fetch, rows_of
 from eval.results.rows import load_evaluation
@@ -59,9 +60,9 @@ def test_only_the_files_of_a_split_are_taken_from_a_repository(
     }
     repo = hub.dataset("org/rows")
     repo.commit(files)
-    folder = fetch(f"{scheme}:org/rows", tmp_path / "cache", "train")
-    assert sorted(path.name for path in folder.iterdir()) == ["train-0.jsonl", "train-1.jsonl"]
     assert fetch(f"{scheme}:org/rows", tmp_path / "cache").read_bytes() == OTHER
+    folder = fetch(f"{scheme}:org/rows", tmp_path / "cache", "train")
+    assert [file.name for file in files_of(folder, "train")] == ["train-0.jsonl", "train-1.jsonl"]
     before = rows_of(f"{scheme}:org/rows", "test").commit
     repo.commit({**files, "data/test.jsonl": BODY})
     assert rows_of(f"{scheme}:org/rows", "test").commit != before

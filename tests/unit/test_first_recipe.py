@@ -174,9 +174,6 @@ def test_columns_are_guessed_or_given(folder: Path) -> None:
         guessed_columns(Path("x.csv"), parse_columns("problem=c"))
     with pytest.raises(ConfigError, match="is not problem=NAME"):
         parse_columns("question=a")
-    Path("excel.csv").write_text("question;answer\n1;2\n")
-    with pytest.raises(ConfigError, match=r"excel\.csv is separated by ';'; save it with commas"):
-        guessed_columns(Path("excel.csv"))
     Path("header.csv").write_text("question,answer\n")
     with pytest.raises(ConfigError, match=r"header\.csv has no rows"):
         guessed_columns(Path("header.csv"))
@@ -212,6 +209,16 @@ def test_a_file_of_integer_answers_is_not_taken_for_a_benchmark(folder: Path) ->
     assert data_set("own.csv", "data") == [
         {"set": "own.csv", "columns": {"problem": "question", "answer": "answer"}}
     ]
+
+
+def test_a_folder_with_splits_is_not_trained_on_its_test_rows(folder: Path) -> None:
+    (splits := Path("splits")).mkdir()
+    for number, name in enumerate(("train", "validation", "test")):
+        rows = [{"problem": f"What is {n} + {number}?", "answer": str(n + number)} for n in (7, 9)]
+        (splits / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = written("s", "splits")
+    assert {one.set for one in (*config.data.train, *config.data.eval)} == {"splits"}
+    assert statuses(config) == {OK}
 
 
 @pytest.mark.slow

@@ -15,11 +15,17 @@ import pytest
 from dapo_core.reward.routing import routes
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS
 from dapo_core.validation import held_out_prompts
-from eval.problems import ProblemsError
-from eval.problems.files import columns_of, find_schema, read_problems
+from eval.problems import ProblemsError, formats
+from eval.problems.files import (
+    columns_of,
+    files_of,
+    find_schema,
+    iterate_rows,
+    read_problems,
+)
 from eval.problems.items import Item
 from eval.problems.registry import SETS, load_set
-from eval.problems.rows import CHAT
+from eval.problems.rows import CHAT, Split
 from tasks.data.prepare import build_dataset
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
@@ -162,9 +168,92 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
     assert [line is not None and line in text for text in caplog.messages] == [True] * bool(line)
 
 
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_the_delimiter_of_a_table_is_found(tmp_path: Path, delimiter: str) -> None:
+    cells = [["question", "answer", "note"], ['Is "a, b" 1; 2 | 3?', "007", "x"], ["Next?", "NA"]]
+    quoted = [[f'"{cell.replace(chr(34), 2 * chr(34))}"' for cell in row] for row in cells]
+    path = tmp_path / ("my.tsv" if delimiter == "\t" else "my.csv")
+    path.write_text("\ufeff" + "".join(delimiter.join(row) + "\r\n" for row in quoted))
+    assert list(iterate_rows(path)) == [
+        {"question": cells[1][0], "answer": "007", "note": "x"},
+        {"question": "Next?", "answer": "NA", "note": None},
+    ]
+
+
+def test_json_values_are_read_as_they_are_written(tmp_path: Path) -> None:
+    values = [10**23 + 1, "2024-01-01", None, 0.1, ["x"], {"a": 1}, True, "7"]
+    rows = [{"answer": value} for value in values] + [{"answer": "é", "more": 1}]
+    missing: dict[str, Any] = {"answer": None, "more": None}
+    alike = [missing | row for row in rows]
+    assert list(iterate_rows(write(tmp_path / "lines.jsonl", rows))) == alike
+    for name, content in (
+        ("list.json", json.dumps(rows, indent=2)),
+        ("wrapped.json", json.dumps({"version": "1.1", "data": rows})),
+        ("several.jsonl", "".join(json.dumps(row, indent=2) for row in rows)),
+    ):
+        assert list(iterate_rows(write(tmp_path / name, content))) == alike
+
+
+def test_json_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"problem": '\\frac{1}{2} é "?' * n, "answer": n} for n in range(40)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    for size in (1, 7, 64):
+        monkeypatch.setattr(formats, "CHUNK_CHARACTERS", size)
+        assert list(iterate_rows(path)) == rows
+
+
+@pytest.mark.parametrize(
+    ("split", "files"),
+    [
+        ("train", ["data/train.jsonl"]),
+        ("train", ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]),
+        ("test", ["all/test.csv"]),
+        ("test", ["a.jsonl", "b.jsonl"]),
+        ("train", ["train/algebra/1.json", "train/geometry/1.json"]),
+    ],
+)
+def test_a_folder_is_read_by_the_names_of_its_splits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, split: Split, files: list[str]
+) -> None:
+    other = "test" if split == "train" else "train"
+    others = [files[0].replace(split, other) if split in files[0] else "val.jsonl", "dev.csv"]
+    for name in (*files, *others, "README.md", "dataset_info.json", ".cache/train.parquet"):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    with caplog.at_level("INFO", "eval.problems.files"):
+        assert [str(file.relative_to(tmp_path)) for file in files_of(tmp_path, split)] == files
+    assert f"from {', '.join(files)}; not from" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        (["main/train.csv", "socratic/train.csv"], r"in 2 folders \(main, socratic\): name one"),
+        (["test.csv", "val.csv"], r"no rows to train on: name .* it has test\.csv, val\.csv"),
+        (["a.csv", "b.jsonl"], "files of several formats"),
+    ],
+)
+def test_an_ambiguous_folder_is_refused_with_its_names(
+    tmp_path: Path, files: list[str], fault: str
+) -> None:
+    for name in files:
+        (path := tmp_path / name).parent.mkdir(exist_ok=True)
+        path.write_text("problem,answer\n1 + 1?,2\n")
+    with pytest.raises(ProblemsError, match=fault):
+        list(iterate_rows(tmp_path, split="train"))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
+        *((f"rows{suffix}", POINTER, "is a Git LFS pointer") for suffix in formats.FORMATS),
+        ("a.csv", "question,answer\n1,2\n1, 2,3\n", "as csv: line 3 has 3 cells"),
+        ("a.csv", "answer,answer\n1,2\n", "as csv: several columns are named 'answer'"),
+        ("a.csv", 'question,answer\n"1,2\n', "as csv: unexpected end of data"),
+        ("a.jsonl", "[1, 2]", "as jsonl: row 0 is 1, not a JSON object"),
         ("none.parquet", None, "is not a file, nor a folder of problem files"),
         ("data.txt", "problem\n", r"ends in '.txt'"),
         ("data.csv", "question\n1+1\n", r"lacks .* \(it has question\).*data.columns.problem="),
