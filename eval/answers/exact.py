@@ -34,13 +34,12 @@ from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
 from eval.answers.structure import (
-    NUMBER_WORDS,
     read_answer,
     read_as_list,
     read_date,
     read_ungrouped,
 )
-from eval.answers.units import is_unit_conflict
+from eval.answers.units import NUMBER_WORDS, is_unit_conflict
 
 MAX_LISTED = 200
 
@@ -316,7 +315,9 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     If the gold answer has no a.m. or p.m., either matches. If only the gold answer has one, 16:30
     is 4:30 p.m., but 4:30 is not.
     """
-    times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
+    times = [
+        _read_time(re.sub(r'^[^=]*=|[\s"]', "", plain.lower())) for plain in (prediction, gold)
+    ]
     if times[0] is None or times[1] is None:
         return None
     (seconds, has_half), (expected, gold_has_half) = times[0], times[1]

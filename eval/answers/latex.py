@@ -248,7 +248,7 @@ def _commands(text: str) -> str:
         position = match.end()
         if name in _TEXT or name in _STYLE or name in _UPRIGHT or name in _DROPPED:
             inner, position = _argument(text, position)
-            after_number = any(c.isdigit() for c in "".join(pieces[-2:]).rstrip()[-1:])
+            after_number = re.search(r"[\d\"]\s*$", "".join(pieces[-2:])) is not None
             pieces.append(
                 _quoted(inner) if _is_unit(name, inner, after_number) else _styled(name, inner)
             )
@@ -302,7 +302,7 @@ def _styled(name: str, inner: str) -> str:
 
 def _quoted(inner: str) -> str:
     words = re.sub(r"\s+", " ", inner.replace('"', "").replace("~", " ")).strip()
-    if re.fullmatch(r"(?i)percent(age)?|pct\.?|%", words):
+    if re.fullmatch(r"(?i)per ?cent(age)?|pct\.?|%", words):
         return "%"
     if re.fullmatch(r"(?i)degrees?|deg|°", words):
         return "°"
@@ -323,7 +323,7 @@ def _words(text: str) -> str:
         part = _PLAIN_FUNCTION.sub(
             lambda m: _PLAIN.get(m.group(1), f"\\{m.group(1)} "), parts[index]
         )
-        part = re.sub(r"(?i)(?<=[\d)}])\s*(percent|pct)\b", "%", part)
+        part = re.sub(r"(?i)(?<=[\d)}])\s*(per ?cent|pct)\b", "%", part)
         part = re.sub(r"(?i)(?<=[\d)}])\s*(degrees?|deg|度)(?![a-z])", "°", part)
         parts[index] = _JOINING.sub(
             lambda m: f' "{"or" if m.group() in ("或", "or") else "and"}" ', part

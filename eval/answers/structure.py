@@ -31,7 +31,7 @@ from eval.answers.answers import (
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean, without_outer_braces
 from eval.answers.numeric import variables
-from eval.answers.units import split_unit
+from eval.answers.units import NUMBER_WORDS, split_unit
 
 MAX_NESTING = 12
 
@@ -179,8 +179,6 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     return tuple(flat)
 
 
-NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen
-fourteen fifteen sixteen seventeen eighteen nineteen twenty""".split()
 _DATE = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})")
 
 
@@ -245,11 +243,22 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
                 return Named("", value)  # 2 + 3 = 5
         elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
             return Named(re.sub(r"\s", "", pieces[0]), value)
-    sides = tuple(parse_expression(split_unit(piece)[0]) for piece in pieces)
+    sides = tuple(map(_read_side, pieces))
     known = tuple(side for side in sides if side is not None)
     if len(known) < len(sides) or "∈" in operators:
         return Words(text)
     return region_of_inequality(tuple(operators), known) or Relation(tuple(operators), known)
+
+
+def _read_side(text: str) -> Node | None:
+    """Parse a side of a relation, without its unit."""
+    bare, _, factor = split_unit(text)
+    node = parse_expression(bare)
+    return None if node is None else _scaled(node, factor)
+
+
+def _scaled(node: Node, factor: Fraction) -> Node:
+    return node if factor == 1 else ("mul", node, ("num", factor))
 
 
 def _is_constant(text: str) -> bool:
@@ -351,8 +360,7 @@ def _read_value(text: str) -> Answer:
     )
     if node is None:
         return Words(text)
-    if factor != 1:
-        node = ("mul", node, ("num", factor))
+    node = _scaled(node, factor)
     signed = expanded(node)
     values = tuple(Value(one, unit, is_percent) for one in signed)
     return values[0] if len(values) == 1 else Listing(values)

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
+
+from eval.answers.latex import FUNCTIONS
+
+NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen
+fourteen fifteen sixteen seventeen eighteen nineteen twenty""".split()
 
 _SPELLINGS = {
-    "mm": "millimeter millimeters millimetre millimetres mm",
-    "cm": "centimeter centimeters centimetre centimetres cm",
-    "m": "meter meters metre metres m",
-    "km": "kilometer kilometers kilometre kilometres km kms",
+    "mm": "millimeter millimeters millimetre millimetres mm 毫米",
+    "cm": "centimeter centimeters centimetre centimetres cm 厘米",
+    "m": "meter meters metre metres m 米",
+    "km": "kilometer kilometers kilometre kilometres km kms 千米 公里",
     "in": "inch inches in",
     "ft": "foot feet ft",
     "yd": "yard yards yd yds",
     "mi": "mile miles mi",
-    "s": "second seconds sec secs s",
-    "min": "minute minutes min mins",
-    "h": "hour hours hr hrs h",
-    "day": "day days",
+    "s": "second seconds sec secs s 秒",
+    "min": "minute minutes min mins 分钟",
+    "h": "hour hours hr hrs h 小时",
+    "day": "day days 天",
     "week": "week weeks",
     "month": "month months",
-    "year": "year years yr yrs",
-    "g": "gram grams gm gms g",
-    "kg": "kilogram kilograms kg kgs",
+    "year": "year years yr yrs 年",
+    "g": "gram grams gm gms g 克",
+    "kg": "kilogram kilograms kg kgs 千克 公斤",
     "mg": "milligram milligrams mg",
     "lb": "pound pounds lb lbs",
     "oz": "ounce ounces oz",
-    "l": "liter liters litre litres l",
-    "ml": "milliliter milliliters ml",
+    "l": "liter liters litre litres l 升",
+    "ml": "milliliter milliliters ml 毫升",
     "gal": "gallon gallons gal",
     "dollar": "dollar dollars usd",
     "cent": "cent cents",
-    "mph": "mph",
+    "euro": "euro euros",
+    "yuan": "yuan rmb 元",
     "K": "kelvin kelvins",
     "J": "joule joules",
     "N": "newton newtons",
@@ -47,12 +55,15 @@ _SPELLINGS = {
     "radian": "radian radians rad",
     "unit": "unit units",
     "percent": "percent",
-    "degree": "degree degrees",
+    "degree": "degree degrees 度",
 }
 _CANONICAL = {
     spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()
 }
-_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
+_RATES = {"mph": "mi / h", "kph": "km / h", "kmh": "km / h"}
+_MONEY = frozenset("dollar cent euro yuan".split())
+_SCALES = frozenset("celsius fahrenheit K".split())
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "平方": 2, "立方": 3}
 _MAGNITUDES = {
     "dozen": 12,
     "hundred": 10**2,
@@ -60,95 +71,139 @@ _MAGNITUDES = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    "万": 10**4,
+    "亿": 10**8,
 }
-# A number followed by one of these words is not a number with a unit.
+# A number is no number with a unit if one of these words follows it anywhere,
 _MEANINGFUL = frozenset(
-    """or and not no to more less least most than if when except only through between from below
-    above under over times base plus minus per cent am pm o'clock infinite undefined does none all
-    real where with for every is are any unless each half quarter third""".split()
+    """or and not no than least most if when except through between below under over plus minus
+    base am pm o'clock infinite undefined does none where is are unless half remainder negative
+    以上 以下""".split()
+    + [word for word in [*NUMBER_WORDS, *_MAGNITUDES] if word not in ("one", "dozen")]
 )
+# or follows it directly.
+_MEANINGFUL_FIRST = re.compile(
+    """to|all|any|with|squared|cubed|factorial
+    |(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?""",
+    re.VERBOSE,
+)
+_WRITTEN = sorted((word for word in [*_CANONICAL, *_RATES] if word.isascii()), key=len)[::-1]
 # Units written without \text; single letters are variables.
 _PLAIN_UNIT = re.compile(
     r"(?i)(?<=[\d)}⟧ ])\s*("
-    + "|".join(
-        sorted(
-            (w for w in _CANONICAL if len(w) > 1 and w not in ("in", "mi", "sec", "min")),
-            key=len,
-            reverse=True,
-        )
-    )
+    + "|".join(w for w in _WRITTEN if len(w) > 1 and w not in ("in", "mi", "sec", "min"))
     + r"|units?|square|sq|cubic|ways?|points?|people|students?)(?![A-Za-z])"
 )
-_CHINESE = re.compile(r"(?<=[\d)}%])\s*[\u4e00-\u9fff]+$")
-
-
+_PLAIN_WORDS = re.compile(r"(-?[\d.,/ ]+) \(?([A-Za-z]{2,})((?:[ ./'-]+[A-Za-z]+)*)\.?\)?")
 # A speed or density in plain text, only after a number and a space: a/b stays mathematics.
 _PLAIN_QUOTIENT = re.compile(
-    r"(?<=[\d}]) "
-    r"((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)(?:\^\{?[23]\}?)?)$"
+    r"(?<=[\d}])(?: ((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)"
+    r"(?:\^\{?[23]\}?)?)|\s*(/ ?(?:hour|hr|day|week|month|year|pound|lb|kg|ounce|oz|gallon)))$"
 )
+_CHINESE = re.compile(r"(?<=[\d)}%])\s*([\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)$")
+_QUOTED = re.compile(r'\s*([*/]?)\s*\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?\s*$')
+_WORD = re.compile(r"平方|立方|[万亿]|[\u4e00-\u9fff]+|[a-z']+(?:\s*\^[\s{]*-?\d+|\d(?!\d))?|/|\d+")
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
     """Split a plain answer into (expression, unit, factor: 10**6 for "million")."""
-    text = _PLAIN_QUOTIENT.sub(r' "\1"', _CHINESE.sub("", text))
+    text = _with_quotes(text)
     unit: list[str] = []
     factor = Fraction(1)
-    plain = _PLAIN_UNIT.search(text)
-    if plain and '"' not in text:
-        text = f'{text[: plain.start()]} "{text[plain.start() :].strip()}"'
-    elif re.fullmatch(r"-?[\d.,/ ]+ [A-Za-z][A-Za-z .]{2,}", text):
-        number = re.match(r"-?[\d.,/ ]+", text)
-        assert number is not None
-        text = f'{number.group()} "{text[number.end() :]}"'
-    while (
-        match := re.search(
-            r'\s*(?:\*\s*)?\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?(\s*/)?\s*$', text
-        )
-    ) is not None:
-        words = re.sub(r"[()^.,*{}\\]", " ", match.group(1).lower()).split()
-        if (
-            not match.group(1).strip()
-            or not text[: match.start()].strip()
-            or _MEANINGFUL & set(words)
-        ):
+    while (match := _QUOTED.search(text)) is not None:
+        operator, quoted, power = match.groups()
+        words, magnitude = _words(quoted), Fraction(1)
+        while words and words[0] in _MAGNITUDES:
+            magnitude *= _MAGNITUDES[words.pop(0)]
+        expression = text[: match.start()]
+        if not expression.strip() or not quoted.strip() or _is_meaningful(words):
             break
-        if words and words[0] in _MAGNITUDES:
-            factor *= _MAGNITUDES[words.pop(0)]
-        unit[:0] = [*words, *([f"^{match.group(2)}"] if match.group(2) else [])]
-        text = text[: match.start()]
+        factor *= magnitude
+        if words and power:
+            words[-1] += f"^{power}"
+        unit[:0] = ["/", *words] if operator == "/" else words
+        text = expression
     return text.strip(), " ".join(unit), factor
 
 
-def canonical_unit(words: str) -> tuple[str, str] | None:
-    """Return (unit, power), ("cm", "2") for "square centimeters", or None for other words."""
-    power = ""
-    base = None
-    for word in re.sub(r"\^", " ^", words).replace("-", " ").split():
-        if word in _POWERS:
-            power = _POWERS[word]
-        elif word.startswith("^") or (word.isdigit() and base):
-            power = word.lstrip("^")
-        elif word in _CANONICAL and base is None:
-            base = _CANONICAL[word]
-        elif base is not None:
-            return None  # compound: miles per hour, newton meters
-    return None if base is None else (base, "" if power == "1" else power)
+def _with_quotes(text: str) -> str:
+    """Quote a unit written without \\text."""
+    text = _CHINESE.sub(r' "\1"', text)
+    text = _PLAIN_QUOTIENT.sub(lambda match: f' "{match.group(1) or match.group(2)}"', text)
+    if '"' in text:
+        return text
+    match = _PLAIN_WORDS.fullmatch(text)
+    if match and (len(match.group(2)) > 2 or match.group(2) in _CANONICAL):
+        number, first, further = match.groups()
+        return text if first in FUNCTIONS else f'{number} "{first}{further}"'
+    match = _PLAIN_UNIT.search(text)
+    return f'{text[: match.start()]} "{text[match.start() :].strip()}"' if match else text
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a unit with their powers: "cm^2", "/", "s"."""
+    text = re.sub(r"\bin (?:all|total)\b|\baltogether\b", " ", text.lower().replace("-", " "))
+    return [re.sub(r"[\s{]*\^[\s{]*|(?<=[a-z])(?=\d)", "^", word) for word in _WORD.findall(text)]
+
+
+def _is_meaningful(words: list[str]) -> bool:
+    """True if the words change a number's value."""
+    return bool(
+        _MEANINGFUL & set(words)
+        or any(word.isdigit() for word in words)
+        or (words and _MEANINGFUL_FIRST.fullmatch(words[0]))
+    )
+
+
+_PER = re.compile(r"/|\b(?:per|an?|each|every)\b")
+
+
+@lru_cache(maxsize=4096)
+def _factors(unit: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the powers of a unit's factors above and below the line; unknown words are dropped."""
+    above, *below = _PER.split(" ".join(_RATES.get(word, word) for word in unit.split()))
+    powers = _powers(above)
+    for part in below:
+        powers.subtract(_powers(part))
+    if _SCALES & set(powers):
+        del powers["degree"]
+    return +powers, -powers
+
+
+def _powers(product: str) -> Counter[str]:
+    powers: Counter[str] = Counter()
+    power, last = 1, ""
+    for index, word in enumerate(product.split()):
+        name, _, exponent = word.partition("^")
+        if name in _POWERS:
+            power = _POWERS[name]
+        elif last and name in ("squared", "cubed"):
+            powers[last] *= 2 if name == "squared" else 3
+        elif name in _CANONICAL and (name != "in" or index == 0 or power > 1):
+            last = _CANONICAL[name]
+            powers[last] += power * int(exponent or 1)
+            power = 1
+        elif last:
+            break  # "feet above the ground"
+    return powers
 
 
 def is_unit_conflict(left: str, right: str) -> bool:
-    """True if both are units of measure and differ; "units" matches any unit of the same power."""
-    if "/" in left and "/" in right:
-        quotients = [[canonical_unit(part) for part in side.split("/")] for side in (left, right)]
-        return all(None not in parts for parts in quotients) and quotients[0] != quotients[1]
-    units = canonical_unit(left), canonical_unit(right)
-    if units[0] is None or units[1] is None:
+    """True if both are units of measure and differ; a price may omit what it is for."""
+    (above, below), (other_above, other_below) = _factors(left), _factors(right)
+    if above and other_above:
+        if _is_different(above, other_above):
+            return True
+        if not below or not other_below:
+            return below != other_below and not _MONEY & set(above)
+    return bool(below and other_below and below != other_below)
+
+
+def _is_different(left: dict[str, int], right: dict[str, int]) -> bool:
+    """True unless equal; "units" equals any unit, of the same power if both have one."""
+    if "unit" in left or "unit" in right:
+        powers = {*left.values(), *right.values()} - {1}
+        return len(powers) > 1
+    if "degree" in {*left, *right} and _SCALES & {*left, *right}:
         return False
-    if "degree" in (units[0][0], units[1][0]) and {units[0][0], units[1][0]} & {
-        "celsius",
-        "fahrenheit",
-    }:
-        return False
-    if "unit" in (units[0][0], units[1][0]):
-        return bool(units[0][1] and units[1][1] and units[0][1] != units[1][1])
-    return units[0] != units[1]
+    return left != right
