@@ -32,7 +32,7 @@ from eval.answers.answers import (
 )
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
-from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
+from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference, variables
 from eval.answers.structure import (
     read_answer,
     read_as_list,
@@ -154,14 +154,16 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
 def _same_point(prediction: Point, gold: Point) -> bool:
     """Compare in order. Two items may be an interval, whose brackets count."""
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
-    may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
+    may_be_interval = len(gold.items) == 2 and any("[" in bracket for bracket in brackets)
     if brackets[0] != brackets[1] and (
         may_be_interval or not all(bracket in _PAIRS for bracket in brackets)
     ):
         return False
-    items = prediction.items
-    if sorted(prediction.names) == sorted(gold.names):  # y = 2, x = 1
-        items = tuple(items[prediction.names.index(name)] for name in gold.names) or items
+    items, names = prediction.items, prediction.names
+    if sorted(names) == sorted(gold.names):  # y = 2, x = 1
+        items = tuple(items[names.index(name)] for name in gold.names) or items
+    elif names and gold.names and not all(map(_same_name, names, gold.names)):
+        return False
     return _all_same(items, gold.items)
 
 
@@ -228,6 +230,12 @@ def _same_relation(prediction: Relation, gold: Relation) -> bool:
     return False
 
 
+def _is_unsolved(sides: Sequence[Node]) -> bool:
+    """True for an equation in one variable such as 2x = 6; x - 3 = 0 may be a line."""
+    names = frozenset().union(*map(variables, sides))
+    return len(names) == 1 and ("num", Fraction(0)) not in sides
+
+
 def _difference(relation: Relation) -> Node:
     return ("sub", relation.sides[0], relation.sides[1])
 
@@ -237,6 +245,8 @@ def _same_named(prediction: Answer, gold: Answer) -> bool:
     match prediction, gold:
         case Named(predicted, value), Named(expected, other) if _same_name(predicted, expected):
             return same(value, other)
+        case (Relation(_, sides), Named()) | (Named(), Relation(_, sides)) if _is_unsolved(sides):
+            return False
         case (Named(), Named()) | (Relation(), _) | (_, Relation()):
             left, right = _as_relation(prediction), _as_relation(gold)
             return left is not None and right is not None and _same_relation(left, right)

@@ -221,6 +221,7 @@ def _is_bare_answer(text: str) -> bool:
 def _unwrap(line: str) -> str | None:
     """Strip Markdown emphasis, surrounding dollar signs and a closing full stop."""
     bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
+    bare += "." if bare.endswith("\\right") else ""
     if bare.count("{") < bare.count("}"):  # of a \text{
         bare = re.sub(r"(?:\\\]|\$\$)$", "", bare.removeprefix("}")).strip()
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):

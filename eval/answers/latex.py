@@ -131,6 +131,11 @@ _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
 )
+_SYSTEM = re.compile(
+    r"""(?xs)\\left\s*\\(?:\{|lbrace)\s*\\begin\s*\{(?P<inner>array|aligned)\}(?:\s*\{[^{}]*\})?(?P<rows>.*?)
+        \\end\s*\{(?P=inner)\}\s*\\right\s*\.
+    | \\begin\s*\{(?P<name>[dr]?cases|aligned)\}(?P<lines>.*?)\\end\s*\{(?P=name)\}"""
+)
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}%$!,;|])")
 _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
 
@@ -163,7 +168,8 @@ def clean(text: str) -> str:
     )  # 10,\!080 10{,}080
     text = re.sub(r"\\\$|(?<!\\)\$|\*\*|`", " ", text)
     text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
-    text = _environments(text)
+    text = re.sub(r"(?<=[\w}])\s*\\q?quad\s*(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", ", ", text)
+    text = _environments(_SYSTEM.sub(_system, text))
     text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
     text = re.sub(
         r"\^\s*(\{\s*)?\\(?:circ|degree)(?![A-Za-z])(?(1)\s*\})|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°",
@@ -209,6 +215,19 @@ def _trim(text: str) -> str:
 def _vulgar(character: str) -> str:
     above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
     return f"\\frac{{{above}}}{{{below}}}"
+
+
+def _system(match: re.Match[str]) -> str:
+    """Write rows of equations as a list, and rows `value & condition` as a set."""
+    body = match.group("rows") or match.group("lines")
+    rows = [row.strip(" \n,;.") for row in re.split(r"\\\\(?:\[[^\]]*\])?", body)]
+    rows = [re.sub(r"&\s*(?=[=<>]|\\[gl]e)", "", row).strip() for row in rows]
+    is_list = all(re.match(r"[^=&]+=|$", row) for row in rows)
+    if "\\begin" in body or (match.group("name") == "aligned" and not is_list):
+        return match.group()
+    condition = r"[,;\s]*&\s*(?:\\(?:text|mbox)\s*\{\s*(?:if|for|when)\s*\})?"
+    listed = ", ".join(re.sub(condition, " & ", row) for row in rows if row)
+    return f"\\{{{listed}\\}}" if "&" in listed else listed
 
 
 def _environments(text: str) -> str:

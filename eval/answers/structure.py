@@ -160,11 +160,14 @@ def _combined(items: list[Answer], has_or: bool) -> Answer:
     names = [item.name for item in items if isinstance(item, Named)]
     values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
-        if len(set(names)) < len(names):
+        size = len(set(names))
+        points = tuple(
+            Point("=", "=", values[start : start + size], tuple(names[start : start + size]))
+            for start in range(0, len(names), size)
+        )
+        if size == 1 or any(len(set(point.names)) < size for point in points):
             return Listing(_flattened(values))
-        if all("(" in name for name in names):
-            return Listing(values)
-        return Point("=", "=", values, tuple(names))
+        return points[0] if len(points) == 1 else Listing(points)
     regions = [region for item in items if (region := as_region(item)) is not None]
     pieces = tuple(piece for region in regions for piece in region.pieces)
     if all(isinstance(item, Region) for item in items) and len(merged(pieces) or ()) == len(pieces):
@@ -215,17 +218,25 @@ def read_one(text: str, nesting: int) -> Answer:
     pieces, found = split_at(text, "≈")
     if found and all(pieces):
         return Approximate(tuple(read_one(piece, nesting + 1) for piece in pieces))
-    pieces, found = split_at(text, _RELATION)
-    if found:
-        return _read_relation(text, pieces, found, nesting)
-    for reader in (_read_region, _read_matrix, _read_enclosed):
+    for reader in (_read_case, _read_relation, _read_region, _read_matrix, _read_enclosed):
         answer = reader(text, nesting)
         if answer is not None:
             return answer
     return _read_value(text)
 
 
-def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: int) -> Answer:
+def _read_case(text: str, nesting: int) -> Answer | None:
+    """Parse a value and its condition, a row of a function defined by cases."""
+    pieces, found = split_at(text, "&")
+    if len(found) != 1 or not all(pieces):
+        return None
+    return Point("&", "&", tuple(read_one(piece, nesting + 1) for piece in pieces))
+
+
+def _read_relation(text: str, nesting: int) -> Answer | None:
+    pieces, operators = split_at(text, _RELATION)
+    if not operators:
+        return None
     if not all(pieces) or nesting > MAX_NESTING:
         return Words(text)
     if set(operators) <= set("=∈≡"):
@@ -238,16 +249,26 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
         value = read_one(pieces[-1], nesting + 1)
         if not isinstance(value, Words | Relation):
             if _NAME.fullmatch(pieces[0]):
-                return Named(re.sub(r"\s", "", pieces[0]), value)
+                return _named(pieces[0], value)
             if _is_constant(pieces[0]) and _is_constant(pieces[-1]):
                 return Named("", value)  # 2 + 3 = 5
         elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
-            return Named(re.sub(r"\s", "", pieces[0]), value)
+            return _named(pieces[0], value)
     sides = tuple(map(_read_side, pieces))
     known = tuple(side for side in sides if side is not None)
     if len(known) < len(sides) or "∈" in operators:
         return Words(text)
     return region_of_inequality(tuple(operators), known) or Relation(tuple(operators), known)
+
+
+def _named(name: str, value: Answer) -> Answer:
+    """Name a value; `(x, y) = (1, 2)` is the same as `x = 1, y = 2`."""
+    name = re.sub(r"\s|m?\\angle(?![a-z])|\\over(?:line|rightarrow)", "", name)
+    name = re.sub(r"(?<=_)\{(\w+)\}|^[|{]+([A-Z]{2,})[|}]+$", r"\1\2", name)
+    names = tuple(name[1:-1].split(","))
+    if isinstance(value, Point) and name[0] == "(" and len(names) == len(value.items):
+        return Point("=", "=", value.items, names)
+    return Named(name, value)
 
 
 def _read_side(text: str) -> Node | None:
