@@ -71,13 +71,20 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
 
 
 def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
-    """Write a model folder with an empty weights file."""
+    """Write a model folder whose weights have the true headers and a hole for values."""
     folder.mkdir(parents=True, exist_ok=True)
     model_config.save_pretrained(folder)
-    names = [name for name, _ in empty_causal_lm(folder, torch.bfloat16).named_parameters()]
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").touch()
+    model = empty_causal_lm(folder, torch.bfloat16)
+    model_config.architectures = [type(model).__name__]
+    model_config.save_pretrained(folder)
+    end, header = 0, {}
+    for name, weight in model.named_parameters():
+        begin, end = end, end + weight.nbytes
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
     (folder / "tokenizer.json").write_text("{}")
 
 

@@ -34,7 +34,8 @@ from dapo_core.config.loading import dump_config
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 from dapo_core.machine.digests import Part, content_part
 from dapo_core.machine.stopping import StopRequested
-from dapo_core.model.folder import copy_model_files, model_files, weight_names
+from dapo_core.model.folder import copy_model_files, model_files
+from dapo_core.model.tensors import weight_names
 from durable import FULL_DISK_ERRORS, publish, sync, write_atomically
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from dapo_core.engines.base import (
 )
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import WEIGHTS
-from dapo_core.model.folder import weight_names
 from dapo_core.model.names import file_views, tied_names
 from dapo_core.model.pretrained import load_causal_lm
 from dapo_core.model.sampling import Sampling, read_eos_ids
+from dapo_core.model.tensors import weight_names
 
 PREFILL_TOKENS = 8192  # per wave, including padding
 GROWTH_TOKENS = 64  # columns by which a cache grows

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +34,7 @@ from dapo_core.machine.environment import (
     VLLM_QUIET,
     set_defaults,
 )
+from dapo_core.model.folder import read_config
 from dapo_core.model.sampling import read_eos_ids
 
 HEAD = "lm_head.weight"
@@ -61,7 +61,7 @@ class VllmEngine(Engine):
         part: EnginePart | None = None,
     ) -> None:
         """`part` is this process's part of an engine over several (TensorParallelEngine)."""
-        shapes, config = read_shapes(model_path), _read_config(model_path)
+        shapes, config = read_shapes(model_path), read_config(Path(model_path))
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
             shapes.setdefault(HEAD, shapes.get("model.embed_tokens.weight", ()))
@@ -384,7 +384,3 @@ def _seed(request: GenerationRequest) -> int:
 def _chosen(positions: Any, token_ids: Sequence[int]) -> list[float]:
     """Return each token's log-prob from vLLM's results at its position."""
     return [position[token].logprob for position, token in zip(positions, token_ids, strict=True)]
-
-
-def _read_config(model_path: str | Path) -> dict[str, Any]:
-    return json.loads((Path(model_path) / "config.json").read_text())

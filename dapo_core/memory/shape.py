@@ -105,11 +105,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             f"{', '.join(MODEL_TYPES)}); training may still work"
         )
     try:
-        return _shape(config, kind)
+        shape = _shape(config, kind)
+        is_whole = bool(shape.layers) and shape.num_parameters > 0
     except KeyError as missing:
         raise ModelError(
             f"config.json has no {missing}, which the memory plan needs; fetch the model again"
         ) from None
+    except (TypeError, ValueError, ZeroDivisionError):  # the file may contain anything
+        is_whole = False
+    if not is_whole:
+        raise ModelError("config.json has sizes that are no whole numbers above 0; correct them")
+    return shape
 
 
 def _shape(text: Mapping[str, Any], kind: str) -> ModelShape:

@@ -10,8 +10,9 @@ from typing import Any
 
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge.sources import DTYPE_CODES, Block, StoredTensor
-from dapo_core.model.folder import require_model_folder, weight_files
+from dapo_core.model.folder import require_model_folder
 from dapo_core.model.names import FilePiece
+from dapo_core.model.tensors import weight_files
 
 MAX_HEADER_BYTES = 100 * 1024**2  # safetensors' own bound
 # Without float8, for which torch has no isfinite.
@@ -23,14 +24,12 @@ class HuggingFaceSource:
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError for missing, truncated or damaged files, NaN or infinity."""
-        from safetensors import SafetensorError
-
         self.label = str(folder)
         self.model_files = folder
         try:
             require_model_folder(folder)
             places = weight_files(folder)
-        except (ModelError, SafetensorError) as error:
+        except ModelError as error:
             raise CheckpointError(
                 f"{folder} is not a complete model: {error}; convert it again"
             ) from error

@@ -2,6 +2,7 @@
 
 A folder `global_step_N/actor` contains
     model_world_size_W_rank_R.pt   state dict of rank R: DTensors, and plain tensors for buffers
+                                   and, with FSDP1 on one device, for everything
     fsdp_config.json               world_size, FSDP_version (missing in old folders)
     huggingface/                   config, tokenizer, generation config
 The mesh is ("fsdp",), or ("ddp", "fsdp") with replicas, of which one complete replica is read.
@@ -194,6 +195,8 @@ class _Shard:
             ),
             None,
         )
+        if mesh is None and num_ranks == 1:
+            return [[0]]  # FSDP1 on one device writes plain tensors
         if mesh is None:
             raise CheckpointError(
                 f"{self.path} contains no DTensor, so the sharding of its {len(self.state)} "

@@ -7,11 +7,10 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import ModelError
+from dapo_core.errors import ModelError, counted
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -23,6 +22,7 @@ WEIGHT_SUFFIXES = frozenset(
 CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
@@ -45,7 +45,13 @@ _PARTS = (
 _OTHER_FORMS = {
     "adapter_config.json": "it contains a LoRA adapter: merge it into its base model",
     "*.gguf": "it contains a GGUF file, which is quantized for inference: use the original model",
+    "pytorch_model*.bin": "its weights are pickled: load and save_pretrained it with transformers, "
+    "or fetch it with model.source and model.allow_pickle=true",
+    "*.pth": "its weights are in Meta's format: use the model's Hugging Face folder",
+    "*.h5": "its weights are TensorFlow's: use the model's safetensors",
+    INDEX_FILE: "it contains only the index of its weights: fetch the files that it lists",
 }
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
@@ -76,6 +82,19 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
             f"Face folder{hint}"
         )
     require_own_files(folder)
+    pointers = [path.name for path in sorted(folder.glob("*")) if _is_lfs_pointer(path)]
+    if pointers:
+        raise ModelError(
+            f"{folder} has {counted(len(pointers), 'Git LFS pointer')} instead of files, such as "
+            f"{pointers[0]}; run `git lfs pull` there, or fetch the model with model.source"
+        )
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def require_reference(path: str | None, model_path: Path | None = None) -> None:
@@ -100,14 +119,14 @@ def require_reference(path: str | None, model_path: Path | None = None) -> None:
             )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json; raises ModelError if it is not a JSON object."""
-    path = folder / "config.json"
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return the contents of a JSON file; raises ModelError if it is not a JSON object."""
+    path = folder / name
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from error
     return config
 
@@ -140,37 +159,50 @@ def _target_of(link: Path) -> Path:
         ) from None
 
 
-def weight_files(model_path: str | Path) -> dict[str, Path]:
-    """Return each tensor's safetensors file; reads only the index or the headers.
+def weight_paths(folder: Path) -> list[Path]:
+    """Return the safetensors files of the model, without copies in other formats.
 
-    Raises ModelError if the index cannot be read or names missing files.
+    Raises ModelError if the index cannot be read or files are missing.
     """
-    folder = Path(model_path)
-    index = folder / INDEX_FILE
-    if index.is_file():
-        weight_map = _read_index(index)
-        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
-        if outside:
-            raise ModelError(
-                f"{INDEX_FILE} in {folder} names {outside[0]}, which is not a file name; fetch the "
-                "model again"
-            )
-        missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
-        if missing:
-            raise ModelError(
-                f"{folder} lacks {len(missing)} of the {len(set(weight_map.values()))} files in "
-                f"{INDEX_FILE}, such as {missing[0]}; fetch the model again, or set model.path to "
-                "a complete folder"
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / SINGLE_FILE
-    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    return {name: path for path in paths for name in _names_in(path)}
+    if (folder / INDEX_FILE).is_file():
+        names = sorted({*read_index(folder).values()})
+    else:
+        names = _main_weights((path.name for path in folder.glob("*.safetensors")), has_index=False)
+        if names and (shard := _SHARD.fullmatch(names[0])):
+            count = shard[1]
+            names = [f"model-{n:05}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of its {counted(len(names), 'weight file')}, such as "
+            f"{missing[0]}; fetch the model again, or set model.path to a complete folder"
+        )
+    return [folder / name for name in names]
 
 
-def weight_names(model_path: str | Path) -> set[str]:
-    """Return the names of the tensors in the folder's safetensors files."""
-    return set(weight_files(model_path))
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file name of each tensor in the index; raises ModelError for other contents."""
+    weight_map = read_config(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(
+            f"{folder / INDEX_FILE} is not a weight index: weight_map is {weight_map!r:.80}; fetch "
+            "the model again"
+        )
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(
+                f"{INDEX_FILE} in {folder} names {file}, which is not a file name; fetch the model "
+                "again"
+            )
+    return weight_map
+
+
+def _main_weights(names: Iterable[str], has_index: bool) -> list[str]:
+    """Return the safetensors files with standard names, else all, without copies."""
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    weights = [name for name in weights if _STANDARD_WEIGHTS.fullmatch(name)] or weights
+    if SINGLE_FILE not in weights or weights == [SINGLE_FILE]:
+        return weights
+    return [name for name in weights if name != SINGLE_FILE] if has_index else [SINGLE_FILE]
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -193,32 +225,6 @@ def copy_model_files(source: Path, target: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for path in files:
         shutil.copy2(path, target / path.relative_to(source))
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
-        message = f"{index} is not a weight index ({error!r}); fetch the model again"
-        raise ModelError(message) from error
-
-
-def _names_in(path: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
-
-
-def num_parameters(model_path: str | Path) -> int:
-    """Return the elements of all tensors in the folder's weight files, from their headers."""
-    from safetensors import safe_open
-
-    total = 0
-    for path in set(weight_files(model_path).values()):
-        with safe_open(path, framework="numpy") as file:
-            total += sum(prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
-    return total
 
 
 def model_fingerprint(model_path: str | Path) -> str:
@@ -248,10 +254,7 @@ def files_to_fetch(
     ModelError if the model is incomplete.
     """
     top = [path for path in paths if "/" not in path or path.startswith(f"{CHAT_TEMPLATES}/")]
-    weights = [path for path in top if path.endswith(".safetensors")]
-    weights = [path for path in weights if _STANDARD_WEIGHTS.fullmatch(path)] or weights
-    if INDEX_FILE in top and len(weights) > 1:
-        weights = [path for path in weights if path != SINGLE_FILE]
+    weights = _main_weights(top, INDEX_FILE in top)
     pickles = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
     if not weights and allow_pickle:
         weights = pickles

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.errors import ConfigError, ModelError
+from dapo_core.errors import ConfigError, DapoError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -
     """Load the folder's model configuration; raises ModelError if it cannot be read."""
     from transformers import AutoConfig
 
-    with _model_errors(model_path, "has no configuration that transformers can read"):
+    with model_errors(model_path, "has a config.json that transformers cannot read"):
         return AutoConfig.from_pretrained(
             str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
         )
@@ -35,7 +35,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    with _model_errors(model_path, "has no readable tokenizer"):
+    with model_errors(model_path, "has no readable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
         )
@@ -60,7 +60,7 @@ def load_causal_lm(
     """Load the folder's causal language model with its weights on the CPU; raises ModelError."""
     from transformers import AutoModelForCausalLM
 
-    with _model_errors(model_path, "cannot be loaded as a causal language model"):
+    with model_errors(model_path, "cannot be loaded as a causal language model"):
         return AutoModelForCausalLM.from_pretrained(
             str(model_path),
             dtype=dtype,
@@ -72,7 +72,7 @@ def load_causal_lm(
 
 
 def empty_causal_lm(
-    model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False
+    model_path: str | Path, dtype: torch.dtype | None, trust_remote_code: bool = False
 ) -> nn.Module:
     """Build the folder's causal language model with parameters on the meta device and real buffers.
 
@@ -82,7 +82,7 @@ def empty_causal_lm(
 
     config = load_model_config(model_path, trust_remote_code)
     with (
-        _model_errors(model_path, "cannot be loaded as a causal language model"),
+        model_errors(model_path, "cannot be loaded as a causal language model"),
         _parameters_on_meta(),
     ):
         model = AutoModelForCausalLM.from_config(
@@ -93,16 +93,22 @@ def empty_causal_lm(
 
 
 @contextmanager
-def _model_errors(model_path: str | Path, problem: str) -> Iterator[None]:
+def model_errors(model_path: str | Path, problem: str) -> Iterator[None]:
+    """Turn any error inside the block into a ModelError: model files may contain anything."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except DapoError:
+        raise
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{model_path} needs its own Python files, which are not run by default; read "
                 "them, and set model.trust_remote_code=true if you trust them"
             ) from error
-        raise ModelError(f"{model_path} {problem}: {error}; check model.path") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"{model_path} {problem}: {reason:.300}; correct its files, or fetch the model again"
+        ) from error
 
 
 @contextmanager

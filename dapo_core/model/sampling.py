@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 from dapo_core.config.loading import resolve
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError, ModelError
+from dapo_core.model.folder import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,11 @@ def read_sampling(model_path: Path) -> Sampling:
     As in vLLM, missing values are neutral. Penalties are ignored with a warning.
     """
     file = model_path / GENERATION_CONFIG
-    try:
-        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}; fetch the model again") from None
+    values = read_config(model_path, GENERATION_CONFIG) if file.is_file() else {}
     names = ("temperature", "top_p", "top_k")
     found = {name: values[name] for name in names if values.get(name) is not None}
+    if odd := {name: each for name, each in found.items() if not isinstance(each, int | float)}:
+        raise ModelError(f"{file} has {odd}, which are not numbers; correct the file")
     if not found and values.get("do_sample") is False:
         return GREEDY
     if not found:
@@ -95,11 +94,17 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
 
 def read_eos_ids(model_path: str | Path) -> list[int]:
     """Return the end-of-sequence ids; raises ModelError if no configuration has any."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if eos is not None:
-            return [eos] if isinstance(eos, int) else list(eos)
+    folder = Path(model_path)
+    for name in (GENERATION_CONFIG, "config.json"):
+        eos = read_config(folder, name).get("eos_token_id") if (folder / name).is_file() else None
+        if eos is None:
+            continue
+        ids = [eos] if isinstance(eos, int) else eos
+        if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+            raise ModelError(
+                f"{folder / name} has eos_token_id={eos!r}; write a token id or a list of ids"
+            )
+        return ids
     raise ModelError(
         f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without "
         "it every "

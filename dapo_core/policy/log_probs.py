@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
+from dapo_core.model.tensors import OTHER_MODEL
 from dapo_core.policy.attention import PACKED_ATTENTION
-from dapo_core.policy.model import OTHER_MODEL, load_sharded, reshard
+from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row
 
 if TYPE_CHECKING:

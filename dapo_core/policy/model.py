@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,27 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
-from dapo_core.model.folder import weight_files
-from dapo_core.model.names import (
-    COMPUTED_BUFFERS,
-    FilePiece,
-    file_pieces,
-    match_files,
-    sample_of,
-    tied_names,
-)
-from dapo_core.model.pretrained import empty_causal_lm
+from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import first_row, local_part
+from dapo_core.model.tensors import OTHER_MODEL, weight_files
 from dapo_core.policy.kernels import install_kernels
+from dapo_core.policy.requirements import trainable_model
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
 
 HOST = torch.device("cpu")
-OTHER_MODEL = (
-    "set model.path to a complete folder of an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
-    "Llama"
-)
 
 
 def load_sharded(
@@ -58,13 +46,11 @@ def load_sharded(
 
     Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32
     master weights and computes in `train.dtype`; others are stored in that dtype. Collective.
-    Raises ModelError if the folder's tensors do not match the model's parameters.
+    Raises ModelError like trainable_model.
     """
     dtype = device.resolve_dtype(train.dtype)
     stored = torch.float32 if trainable else dtype
-    causal_lm = empty_causal_lm(model_path, stored, trust_remote_code)
-    files = weight_files(model_path)
-    _require_same_tensors(model_path, causal_lm, files)
+    causal_lm = trainable_model(model_path, train.sequence_parallel, stored, trust_remote_code)
     install_kernels(causal_lm, train.fused_kernels, device)
     layers = decoder_layers(causal_lm)
     model = wrap(causal_lm).train(trainable).requires_grad_(trainable)
@@ -87,7 +73,7 @@ def load_sharded(
         fully_shard(layer, reshard_after_forward=train.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # its backward pass follows at once
     _materialise(model, HOST if train.offload_shards else device.torch_device())
-    _fill(causal_lm, files)
+    _fill(causal_lm, weight_files(model_path))
     return model
 
 
@@ -138,31 +124,6 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
         )
 
 
-def _require_same_tensors(
-    model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]
-) -> None:
-    """Raise ModelError unless the files contain every parameter, and nothing else."""
-    _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
-    tied = tied_names(causal_lm)
-    # transformers lists the tensors that a model skips only in this private name;
-    # test_private_parts.py guards it.
-    skipped = getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unexpected = [
-        name
-        for name in others
-        if name not in tied
-        and not any(re.search(pattern, name) for pattern in (*skipped, COMPUTED_BUFFERS))
-    ]
-    if missing or unexpected:
-        raise ModelError(
-            f"the files in {model_path} and {type(causal_lm).__name__} do not have the same "
-            f"tensors: {sample_of(missing)} parameters of the model are not in the files, "
-            f"{sample_of(unexpected)} tensors in the files are not in the model. Either the "
-            "folder is incomplete, or engines and ranks name this architecture's weights "
-            f"differently; {OTHER_MODEL}"
-        )
-
-
 def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
     """Return a 1D mesh of shards, or 2D of replicas x shards if train.fsdp_size is set (HSDP)."""
     num_ranks = torch.distributed.get_world_size()
@@ -184,36 +145,17 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
-    """Read this rank's rows of every parameter; raises ModelError if a shape differs."""
+    """Read this rank's rows of every parameter."""
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in causal_lm.named_parameters():
             assert isinstance(parameter, DTensor)
             local, start = parameter.to_local(), first_row(parameter)
-            whole = torch.empty(parameter.shape, device="meta")
             for piece in file_pieces(name, parameter.shape, files):
                 path = files[piece.file_name]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                stored = _stored(opened[path], piece.file_name, piece.view(whole).shape, path)
-                _copy_rows(piece, stored, local, start)
-
-
-def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
-    """Return a lazy slice of the tensor in the open file."""
-    try:
-        stored = file.get_slice(name)
-    except SafetensorError as error:
-        raise ModelError(
-            f"{name} cannot be read from {path}: {error}; fetch the model again"
-        ) from error
-    if tuple(stored.get_shape()) != shape:
-        raise ModelError(
-            f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: "
-            "config.json and weights belong to different models; set model.path to an unmodified "
-            "folder"
-        )
-    return stored
+                _copy_rows(piece, opened[path].get_slice(piece.file_name), local, start)
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:

@@ -22,8 +22,7 @@ from dapo_core.checkpoint.shards import Shards
 from dapo_core.machine.device import Device, device_for
 from dapo_core.machine.environment import DETERMINISTIC, set_defaults
 from dapo_core.memory.holdings import OPTIMIZER, WEIGHTS
-from dapo_core.model.folder import require_model_folder, weight_names
-from dapo_core.model.pretrained import load_model_config
+from dapo_core.model.tensors import weight_names
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
 from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
@@ -32,7 +31,6 @@ from dapo_core.policy.offload import Offloader
 from dapo_core.policy.optimizer import adamw, learning_rate
 from dapo_core.policy.packing import StatsBuffer, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
-from dapo_core.policy.requirements import require_trainable
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.source import WeightSource
 
@@ -49,7 +47,6 @@ class Policy(Profiled):
     """
 
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
-        require_model_folder(model_path)
         self.train = config.train
         self.algorithm = config.algorithm
         self.rollout_correction = config.rollout_correction
@@ -61,8 +58,6 @@ class Policy(Profiled):
             set_defaults(DETERMINISTIC)
             torch.use_deterministic_algorithms(True)  # raises without a deterministic kernel
         self.group = sequence_group(self.train.sequence_parallel)
-        model_config = load_model_config(model_path, config.model.trust_remote_code)
-        require_trainable(model_config, self.train.sequence_parallel)
         shared = config, self.device, self.group
         self.model = load_token_log_probs(model_path, *shared, is_trainable=True)
         self.weights = WeightSource(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
+from dapo_core.model.pretrained import empty_causal_lm, load_model_config
+from dapo_core.model.tensors import require_original_weights, require_same_tensors
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PretrainedConfig
 
 # transformers has no public API for these, nor for _supports_attention_backend; test_packing.py
@@ -23,7 +27,25 @@ _AFTER_HEAD = (  # settings that modify logits after the output head
 )
 
 
-def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:
+def trainable_model(
+    model_path: str | Path,
+    sequence_parallel: int,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Build the folder's model with parameters on the meta device and real buffers.
+
+    Reads no weights. Raises ModelError unless the policy can train the model, and the folder has
+    its tensors: seconds before any device is used.
+    """
+    headers = require_original_weights(Path(model_path))
+    require_architecture(load_model_config(model_path, trust_remote_code), sequence_parallel)
+    model = empty_causal_lm(model_path, dtype, trust_remote_code)
+    require_same_tensors(model_path, model, headers)
+    return model
+
+
+def require_architecture(model_config: PretrainedConfig, sequence_parallel: int) -> None:
     """Raise ModelError unless the policy can train the architecture.
 
     Attention must be replaceable in every layer, logits must come directly from the output head,
@@ -33,10 +55,11 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
 
     text_config = model_config.get_text_config()
     name = model_config.model_type
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        parts = ("vision_config", "audio_config", "thinker_config")
+    parts = ("vision_config", "audio_config", "thinker_config")
+    is_multimodal = any(hasattr(model_config, part) for part in parts)
+    if is_multimodal or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         reason = "is not a causal language model in transformers"
-        if any(hasattr(model_config, part) for part in parts):
+        if is_multimodal:
             reason = "is multimodal, but training supports text only"
         raise ModelError(f"{name} {reason}; set model.path to a text model such as Qwen3")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
@@ -58,6 +81,11 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
             f"{name} modifies logits after the output head "
             f"({', '.join(f'{k}={v}' for k, v in changes.items())}), which is not supported; set "
             "model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
+        )
+    if model_class.__name__ not in (model_config.architectures or [model_class.__name__]):
+        raise ModelError(
+            f"config.json names {', '.join(model_config.architectures)}, but transformers builds a "
+            f"{model_class.__name__} from model_type {name}; correct architectures or model_type"
         )
     if text_config.num_attention_heads % sequence_parallel:
         raise ModelError(

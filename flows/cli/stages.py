@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,9 @@ def prepare_data(
     from flows.config import load_config
     from tasks.data.prepare import build_dataset
 
-    counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
+    settings = load_config(config, overrides or ())
+    with _new_folder(output):
+        counts = build_dataset(settings, output)
     typer.echo(
         f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems"
     )
@@ -74,12 +77,14 @@ def fetch_model(
     if settings.model.source == "path":
         raise ConfigError("model.source=path: nothing to fetch, model.path is used as it is")
     if settings.model.source == "recipe":
-        _build_model(settings, data, _new_folder(output), report)
+        with _new_folder(output):
+            _build_model(settings, data, output, report)
         return
     from tasks.fetched_model import fetch_model_files
 
-    on_progress = download_progress(report)
-    snapshot = fetch_model_files(settings.model, _folder(output), commit, on_progress)
+    with _output_folder(output):
+        on_progress = download_progress(report)
+        snapshot = fetch_model_files(settings.model, output, commit, on_progress)
     typer.echo(f"{output}: {snapshot.repo} at {snapshot.commit}, digests verified")
 
 
@@ -330,9 +335,24 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _new_folder(path: Path) -> Path:
+@contextlib.contextmanager
+def _output_folder(path: Path) -> Iterator[None]:
+    """Create an output folder, and remove it if the block fails before any file is in it."""
+    is_created = not path.exists()
+    _folder(path)
+    try:
+        yield
+    except BaseException:
+        if is_created and not any(each.is_file() for each in path.rglob("*")):
+            shutil.rmtree(path)
+        raise
+
+
+@contextlib.contextmanager
+def _new_folder(path: Path) -> Iterator[None]:
     from dapo_core.errors import ConfigError
 
-    if any(_folder(path).iterdir()):
-        raise ConfigError(f"--output {path} is not empty; choose a new folder")
-    return path
+    with _output_folder(path):
+        if any(path.iterdir()):
+            raise ConfigError(f"--output {path} is not empty; choose a new folder")
+        yield

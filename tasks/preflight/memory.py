@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dapo_core.memory.devices import GIB, Limit, find_device
 from dapo_core.memory.plan import MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
+from dapo_core.model.folder import read_config
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -108,17 +108,7 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
     """Return the model's config.json, from its folder, the published models or the recipe."""
     path = folder or (Path(str(model.path)) if model.source == "path" else None)
     if path is not None and (path / "config.json").is_file():
-        try:
-            found: Mapping[str, Any] = json.loads(
-                (path / "config.json").read_text(encoding="utf-8")
-            )
-        except ValueError as error:
-            raise ModelError(
-                f"{path / 'config.json'} is not JSON: {error}; fetch the model again"
-            ) from None
-        if not isinstance(found, dict):
-            raise ModelError(f"{path / 'config.json'} is not a JSON object; fetch the model again")
-        return found
+        return read_config(path)
     known = _known_config(model)
     if known is None:
         name = model.path if model.source == "path" else model_name(model)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import describe_bytes
-from dapo_core.model.folder import num_parameters, require_model_folder
-from dapo_core.model.pretrained import load_model_config, load_tokenizer
+from dapo_core.model.folder import weight_paths
+from dapo_core.model.pretrained import load_model_config, load_tokenizer, model_errors
 from dapo_core.model.sampling import read_eos_ids, with_model_sampling
-from dapo_core.policy.requirements import require_trainable
+from dapo_core.model.tensors import num_elements, require_original_weights
+from dapo_core.policy.requirements import trainable_model
 from tasks.config import ChainConfig
-from tasks.preflight.finding import OK, Findings
-from tasks.serve_model.checks import longest_sequence, require_whole_files
+from tasks.preflight.finding import OK, WARN, Findings
+from tasks.serve_model.checks import longest_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,50 +31,67 @@ class ModelFacts:
     token_bytes: int | None = None  # keys and values of one token, in 16 bits
     head_width: int | None = None
     parameters: int = 0
+    num_bytes: int = 0  # of the weight files
+    model_type: str = ""
 
 
 def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelFacts:
     """Return the facts of a model folder; add what training, engines or servers would reject."""
     num_before = len(findings)
+    facts = ModelFacts()
     with findings.catching("model"):
-        require_model_folder(folder)
-        require_whole_files(folder)
+        facts = _read_facts(folder, config)
     if len(findings) > num_before:
-        return ModelFacts()
-    model_config, tokenizer = None, None
-    with findings.catching("model"):
-        model_config = load_model_config(folder, config.model.trust_remote_code)
-        if config.train.backend == "own":
-            require_trainable(model_config, config.train.sequence_parallel)
-        _require_even_heads(model_config.get_text_config(), config)
-        _require_parts(model_config.get_text_config(), config)
+        return facts
     with findings.catching("tokenizer"):
         template = config.model.chat_template  # a fetched folder already contains it
         is_fetched = template is None or folder != Path(str(config.model.path))
-        tokenizer = load_tokenizer(
-            folder, config.model.trust_remote_code, None if is_fetched else template
-        )
+        trusted = config.model.trust_remote_code
+        tokenizer = load_tokenizer(folder, trusted, None if is_fetched else template)
         read_eos_ids(folder)
+        facts = replace(facts, tokenizer=tokenizer)
     with findings.catching("sampling"):
         with_model_sampling(config, folder)
-    if model_config is None:
-        return ModelFacts(tokenizer)
-    text = model_config.get_text_config()
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if len(findings) == num_before:
-        found = (
-            f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat "
-            "template present"
+        trained = "trainable" if config.train.backend == "own" else "not quantized"
+        found = f"{describe_bytes(facts.num_bytes)} of {facts.model_type}, {trained}"
+        findings.add("model", OK, f"{found}; chat template present")
+        _warn_of_copies(folder, findings)
+    return facts
+
+
+def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
+    """Return the facts of config.json and the weights' headers.
+
+    Raises ModelError or ConfigError for what training, engines or servers would reject.
+    """
+    if config.train.backend == "own":
+        trusted = config.model.trust_remote_code
+        trainable_model(folder, config.train.sequence_parallel, trust_remote_code=trusted)
+    headers = require_original_weights(folder)
+    model_config = load_model_config(folder, config.model.trust_remote_code)
+    with model_errors(folder, "has a config.json with values that training cannot use"):
+        text = model_config.get_text_config()
+        _require_even_heads(text, config)
+        _require_parts(text, config)
+        return ModelFacts(
+            positions=longest_sequence(model_config.to_dict()),
+            vocabulary=getattr(text, "vocab_size", None),
+            token_bytes=_token_bytes(text),
+            head_width=_head_width(text),
+            parameters=num_elements(headers),
+            num_bytes=sum(path.stat().st_size for path in weight_paths(folder)),
+            model_type=model_config.model_type,
         )
-        findings.add("model", OK, found)
-    return ModelFacts(
-        tokenizer,
-        longest_sequence(model_config.to_dict()),
-        getattr(text, "vocab_size", None),
-        _token_bytes(text),
-        _head_width(text),
-        num_parameters(folder),
-    )
+
+
+def _warn_of_copies(folder: Path, findings: Findings) -> None:
+    """Warn of weights that training does not read and that vLLM may."""
+    others = {*folder.glob("*.safetensors")} - {*weight_paths(folder)}
+    if others:
+        names = ", ".join(sorted(path.name for path in others)[:3])
+        found = f"{folder} holds {names} beside the weights that training reads"
+        findings.add("model", WARN, found, "move it elsewhere, since vLLM may load it instead")
 
 
 def _require_even_heads(text: Any, config: ChainConfig) -> None:

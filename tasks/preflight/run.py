@@ -15,6 +15,7 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.demo.arithmetic import is_generated
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
+from dapo_core.policy.requirements import trainable_model
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from durable import leaves
@@ -70,7 +71,7 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("reference model"):
-        require_reference(config.algorithm.kl.reference_path, inputs.model)
+        _check_reference(config, inputs.model)
     with findings.catching("prompt"):
         for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
             find_template(settings.prompt, default="given")
@@ -135,6 +136,14 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
         if not evaluation.is_loglikelihood:
             check_forms(inputs.problems, evaluation, findings)
     return facts
+
+
+def _check_reference(config: ChainConfig, model: Path | None) -> None:
+    path = config.algorithm.kl.reference_path
+    require_reference(path, model)
+    if path is not None and config.train.backend == "own":
+        trusted = config.model.trust_remote_code
+        trainable_model(path, config.train.sequence_parallel, trust_remote_code=trusted)
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
-from dapo_core.model.folder import INDEX_FILE, read_config, require_model_folder, weight_files
+from dapo_core.model.folder import read_config, require_model_folder
+from dapo_core.model.tensors import read_headers, require_generative
 from tasks.config.serve import ServeConfig
 
 _LENGTH_KEYS = (
@@ -28,13 +30,14 @@ def require_servable(
     environment: Mapping[str, str],
     key: str = "model.path",
 ) -> None:
-    """Raise ModelError if the folder is incomplete, or serve.max_model_len too large for it.
+    """Raise ModelError if vLLM cannot serve the folder, or serve.max_model_len is too large for it.
 
     If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it
     instead. `key` is what sets the folder.
     """
     require_model_folder(model_path, key)
-    require_whole_files(Path(model_path))
+    require_generative(Path(model_path))
+    read_headers(model_path)
     overrides = ("--hf-overrides", "--hf_overrides")
     is_overridden = any(word.startswith(overrides) for word in settings.extra_args)
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":
@@ -70,26 +73,15 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     length before scaling and some after. vLLM rejects lengths that pass here but are still too
     long.
     """
-    text = config.get("text_config") or config
-    lengths = [text[name] for name in _LENGTH_KEYS if text.get(name)]
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) and nested else config
+    lengths = [text[name] for name in _LENGTH_KEYS if _is_positive(text.get(name))]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sets = [rope, *rope.values()]  # one set, or one per layer type
-    factor = max([part.get("factor") or 1.0 for part in sets if isinstance(part, dict)])
-    return int(max(lengths) * max(factor, 1.0)) if lengths else None
+    sets = [rope, *rope.values()] if isinstance(rope, dict) else []  # one set, or one a layer type
+    factors = [part.get("factor") for part in sets if isinstance(part, dict)]
+    factor = max([1.0, *filter(_is_positive, factors)])
+    return int(max(lengths) * factor) if lengths else None
 
 
-def require_whole_files(folder: Path) -> None:
-    """Raise ModelError if the size of a safetensors file does not match its header."""
-    from safetensors import SafetensorError, safe_open
-
-    has_index = (folder / INDEX_FILE).is_file()
-    paths = set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")
-    for path in sorted(paths):
-        try:
-            with safe_open(path, framework="numpy"):  # compares the size with the header
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} "
-                "bytes); fetch the model again, or name a complete folder"
-            ) from None
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < inf

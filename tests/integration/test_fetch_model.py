@@ -14,7 +14,8 @@ import torch
 
 from dapo_core.errors import ModelError
 from dapo_core.model.pretrained import load_tokenizer
-from downloads import Unreachable
+from downloads import DownloadError, Unreachable
+from flows.cli.stages import fetch_model as fetch_model_command
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import COMMIT, forget_resolved
@@ -196,6 +197,20 @@ def test_weights_of_different_models_are_not_mixed(
     ):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
     assert hub.contents() == []
+
+
+def test_a_failed_fetch_leaves_no_output_folder(hub: HubServer, tmp_path: Path) -> None:
+    output, sets = tmp_path / "out", ["model.source=huggingface", "model.id=org/none"]
+    for error, name in ((DownloadError, "org/none"), (ModelError, "org/tiny")):
+        sets[1] = f"model.id={name}"
+        with pytest.raises(error):
+            fetch_model_command(RECIPE, output, overrides=sets)
+        assert not output.exists()
+        hub.model().commit({"config.json": b"{}"})
+    output.mkdir()
+    with pytest.raises(ModelError):
+        fetch_model_command(RECIPE, output, overrides=sets)
+    assert output.is_dir()
 
 
 def test_a_commit_that_changed_during_the_run_is_refused(

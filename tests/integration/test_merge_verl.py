@@ -25,6 +25,8 @@ from tests.checkpoints import Harmful
 from tests.verl_folders import Case, load_weights, write_folders
 
 CASES = [
+    Case(1, (1,), "qwen3", True),
+    Case(2, (1,), "qwen2", False),
     Case(2, (2,), "qwen2", False),
     Case(1, (2,), "qwen3", True),
     Case(2, (3,), "llama", True),
@@ -33,7 +35,7 @@ CASES = [
     Case(2, (2, 2), "qwen3", True),
     Case(1, (2, 2), "llama", False),
 ]
-THREE, HYBRID = CASES[3], CASES[5]
+THREE, HYBRID = CASES[5], CASES[7]
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
         shape_of({"model_type": "mamba"})
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
         shape_of({"model_type": "llama"})
-    for text, message in (("{", "is not JSON"), ("[]", "is not a JSON object")):
+    for text, message in (("{", "cannot be read"), ("[]", "is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=message):
             plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))

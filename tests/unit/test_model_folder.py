@@ -19,9 +19,8 @@ from dapo_core.model.folder import (
     require_model_folder,
     require_own_files,
     require_reference,
-    weight_files,
-    weight_names,
 )
+from dapo_core.model.tensors import weight_files, weight_names
 from tests.tiny_models import build_tiny_qwen3
 
 
@@ -47,9 +46,14 @@ def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files"),
-        ("{}", r"is not a weight index \(KeyError"),
-        ("<html>", "is not a weight index"),
+        (
+            '{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}',
+            "lacks 2 of its 2 weight files",
+        ),
+        ("{}", "is not a weight index: weight_map is None"),
+        ("<html>", "cannot be read"),
+        ("[]", "is not a JSON object"),
+        ('{"weight_map": {"a": 3}}', "names 3, which is not a file name"),
         ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a"),
     ],
 )

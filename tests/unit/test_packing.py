@@ -17,7 +17,7 @@ from dapo_core.machine.device import Cpu
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from dapo_core.policy.requirements import require_trainable
+from dapo_core.policy.requirements import require_architecture
 from tests.batches import make_group, random_batch
 
 CPU = torch.device("cpu")
@@ -232,10 +232,10 @@ def test_unsupported_architectures_are_refused_with_the_reason(
     family: str, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        require_trainable(AutoConfig.for_model(family, **keys), sequence_parallel=4)
+        require_architecture(AutoConfig.for_model(family, **keys), sequence_parallel=4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sequence_parallel", [1, 2, 4])
 def test_supported_architectures_are_accepted(family: str, sequence_parallel: int) -> None:
-    require_trainable(_config(family), sequence_parallel)
+    require_architecture(_config(family), sequence_parallel)

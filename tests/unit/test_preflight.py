@@ -7,16 +7,21 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from dapo_core.errors import ModelError
 from dapo_core.machine import versions
 from dapo_core.machine.device import Cpu, Cuda
+from dapo_core.model.folder import INDEX_FILE, SINGLE_FILE
+from dapo_core.training import train
 from eval.report.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
@@ -25,6 +30,7 @@ from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
 from tests.tiny_models import build_tiny
 
+Alter = Callable[[Path], object]
 LENGTHS: dict[str, dict[str, Any]] = {
     "data": {"max_prompt_tokens": 160},
     "rollout": {"max_response_tokens": 64},
@@ -184,8 +190,183 @@ def test_a_model_that_cannot_be_trained_is_refused(
     assert said in finding.found
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
-    (finding,) = found(recipe(tmp_path, altered(model, tmp_path / "other", vocab_size=60)), FAIL)
+def _tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Alter:
+    """Replace the tensors of model.safetensors."""
+
+    def alter(folder: Path) -> None:
+        path = folder / SINGLE_FILE
+        tensors = {name: it.clone() for name, it in change(load_file(path)).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return alter
+
+
+def _config(**values: Any) -> Alter:
+    def alter(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return alter
+
+
+def _text(name: str, text: str) -> Alter:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _renamed(old: str, new: str) -> Alter:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def _split(folder: Path) -> None:
+    """Write two shards without an index."""
+    tensors = load_file(folder / SINGLE_FILE)
+    (folder / SINGLE_FILE).unlink()
+    names = sorted(tensors)
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        shard = folder / f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, shard)
+
+
+def _without_a_shard(folder: Path) -> None:
+    _split(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def _stale_index(folder: Path) -> None:
+    names = [*load_file(folder / SINGLE_FILE), "model.layers.9.mlp.up_proj.weight"]
+    index = {"weight_map": dict.fromkeys(names, SINGLE_FILE)}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def _pickled(folder: Path) -> None:
+    torch.save(load_file(folder / SINGLE_FILE), folder / "pytorch_model.bin")
+    (folder / SINGLE_FILE).unlink()
+
+
+def _dangling(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).symlink_to("a blob that was removed")
+
+
+def _awq(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        rows, columns = tensors.pop(name).shape
+        name = name.removesuffix("weight")
+        tensors[f"{name}qweight"] = torch.zeros(columns, rows // 8, dtype=torch.int32)
+        tensors[f"{name}scales"] = torch.ones(1, rows, dtype=torch.float16)
+    return tensors
+
+
+def _fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    matrices = {name: it for name, it in tensors.items() if name.endswith("proj.weight")}
+    return tensors | {name: it.to(torch.float8_e4m3fn) for name, it in matrices.items()}
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n"
+NAMES = "do not have the same tensors"
+FOLDERS: dict[str, tuple[Alter, str]] = {
+    "quantized": (_config(quantization_config={"quant_method": "awq"}), "config.json: awq"),
+    "quantized, odd": (_config(quantization_config="awq"), "quantization_config in config.json"),
+    "quantized, old": (_config(compression_config={"format": "int"}), "compression_config"),
+    "awq tensors": (_tensors(_awq), "14 of its 34 tensors, such as model.layers.0.mlp.down_proj.q"),
+    "fp8 tensors": (_tensors(_fp8), "14 of its 20 tensors, .* are F8_E4M3; set model.path to the"),
+    "adapter": (_text("adapter_config.json", "{}"), "merge the adapter into the model"),
+    "unmerged": (
+        _tensors(lambda it: {f"base_model.model.{name}": each for name, each in it.items()}),
+        "contains 20 tensors of a LoRA adapter, such as base_model.model.",
+    ),
+    "reward model": (
+        _config(architectures=["LlamaForSequenceClassification"]),
+        "is a LlamaForSequenceClassification .* does not generate text",
+    ),
+    "value head": (
+        _tensors(lambda it: it | {"v_head.summary.weight": torch.ones(1, 64)}),
+        "1 tensor of a classification, reward or value head, such as v_head.summary.weight",
+    ),
+    "embedding model": (
+        _tensors(lambda it: {name.removeprefix("model."): each for name, each in it.items()}),
+        f"{NAMES}.*names without model. are those of a base model",
+    ),
+    "wrapped": (
+        _tensors(lambda it: {f"module.{name}": each for name, each in it.items()}),
+        f"{NAMES}.*the names begin with module.: save the model again without its wrapper",
+    ),
+    "images": (
+        _tensors(lambda it: it | {"visual.proj.weight": torch.ones(1, 64)}),
+        rf"{NAMES} .*not in the model: 1 \(visual.proj.weight\)",
+    ),
+    "no head": (_config(tie_word_embeddings=False), "set tie_word_embeddings=true in config.json"),
+    "layers": (_config(num_hidden_layers=4), r"not in the files: 18 \(model.layers.2"),
+    "sizes": (_config(vocab_size=400), r"has shape \[313, 64\], but the model needs \[400, 64\]"),
+    "class": (_config(architectures=["Qwen3ForCausalLM"]), "builds a LlamaForCausalLM"),
+    "no class": (_config(architectures=None), r'such as \["Qwen3ForCausalLM"\]'),
+    "shards": (_split, f"2 files without {INDEX_FILE}.*dapo merge"),
+    "lost shard": (_without_a_shard, "lacks 1 of its 2 weight files, such as model-00002-of-00002"),
+    "stale index": (_stale_index, "lists 1 tensor that its files lack, such as model.layers.9"),
+    "odd name": (_renamed(SINGLE_FILE, "weights.safetensors"), "rename the file"),
+    "pickled": (_pickled, "weights are pickled: load and save_pretrained it"),
+    "dangling": (_dangling, "lacks 1 of its 1 weight file"),
+    "no weights": (_tensors(lambda it: {}), "contain no tensors"),
+    "pointer": (_text(SINGLE_FILE, POINTER), "1 Git LFS pointer .* such as model.safetensors"),
+    "small pointer": (_text("tokenizer.json", POINTER), "1 Git LFS pointer .* tokenizer.json"),
+    "dtype": (_config(dtype="auto"), "dtype='auto'; write the dtype of the weights: bfloat16"),
+    "heads": (_config(num_attention_heads="2"), "cannot read: .*num_attention_heads.* got str"),
+    "no layers": (_config(num_hidden_layers=0), "not in the model: 18"),
+    "activation": (_config(hidden_act="wow"), "cannot be loaded .* KeyError: 'wow'"),
+    "rope": (_config(rope_parameters={"rope_type": "wow"}), "cannot be loaded .* KeyError: 'wow'"),
+    "nested": (_text("config.json", "[" * 100_000), "config.json cannot be read"),
+    "tokenizer": (_text("tokenizer.json", '{"model": 3}'), "has no readable tokenizer"),
+    "tokens": (_text("tokenizer_config.json", "[]"), "has no readable tokenizer"),
+    "end": (_text("generation_config.json", '{"eos_token_id": "x"}'), "has eos_token_id='x'"),
+}
+
+
+@pytest.mark.parametrize(("alter", "said"), FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_that_training_would_reject_is_named_before_a_run(
+    tmp_path: Path, model: Path, alter: Alter, said: str
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    alter(folder)
+    [finding] = found(recipe(tmp_path, folder), FAIL)
+    assert re.search(said, finding.found)
+    assert len(finding.message) < 900
+
+
+def test_training_refuses_a_folder_in_the_words_of_the_preflight(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    _tensors(lambda it: it | {"visual.proj.weight": torch.ones(1, 64)})(folder)
+    config = recipe(tmp_path, folder)
+    [finding] = found(config, FAIL)
+    with pytest.raises(ModelError, match=f"^{re.escape(finding.found)}$"):
+        train(config, tmp_path / "train.parquet", folder, tmp_path / "output")
+
+
+def test_a_second_copy_of_the_weights_is_not_counted(tmp_path: Path, model: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    shutil.copy(folder / SINGLE_FILE, folder / "consolidated.safetensors")
+    findings = [one for one in examine(recipe(tmp_path, folder)) if one.check == "model"]
+    [original] = [one for one in examine(recipe(tmp_path, model)) if one.check == "model"]
+    assert [one.status for one in findings] == [OK, WARN]
+    assert findings[0].found == original.found
+    assert "holds consolidated.safetensors beside the weights" in findings[1].found
+
+
+def test_a_reference_model_that_cannot_be_loaded_is_named_before_a_run(
+    tmp_path: Path, model: Path
+) -> None:
+    reference = Path(shutil.copytree(model, tmp_path / "reference"))
+    _tensors(_awq)(reference)
+    kl = {"kl": {"place": "loss", "reference_path": str(reference)}}
+    [finding] = found(recipe(tmp_path, model, algorithm=kl), FAIL)
+    assert finding.check == "reference model"
+    assert "is quantized" in finding.found
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = build_tiny(tmp_path / "other", "llama", vocab_size=60)
+    (finding,) = found(recipe(tmp_path, model), FAIL)
     assert "the model's embedding has 60 rows" in finding.found
 
 

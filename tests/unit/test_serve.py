@@ -242,9 +242,13 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
         (
             "model.safetensors",
             "version https://git-lfs.github.com/spec/v1\n",
-            r"is not a complete safetensors file",
+            r"has 1 Git LFS pointer instead of files, such as model\.safetensors",
         ),
-        ("model.safetensors.index.json", INDEX, r"lacks 1 of the 2 files .*model-2\.safetensors"),
+        (
+            "model.safetensors.index.json",
+            INDEX,
+            r"lacks 1 of its 2 weight files, .*model-2\.safetensors",
+        ),
         ("tokenizer.json", None, r"lacks a tokenizer"),
         ("config.json", "", r"config\.json cannot be read"),
     ],
