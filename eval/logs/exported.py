@@ -121,9 +121,10 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
         about = {"output_type": "multiple_choice"}
     else:
         sampling = evaluation.settings["sampling"]
-        kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
+        kwargs = {"until": sampling.get("stop", [])}
+        names = {"max_tokens": "max_gen_toks", "temperature": "temperature", "top_p": "top_p"}
         kwargs |= {
-            key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None
+            name: sampling[key] for key, name in names.items() if sampling.get(key) is not None
         }
         lines = [_generated_line(samples, kwargs) for samples in evaluation.items.values()]
         about = {"output_type": "generate_until", "generation_kwargs": kwargs}

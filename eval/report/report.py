@@ -305,20 +305,25 @@ def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
 
 
 def _sampling(sampling: Mapping[str, Any]) -> str:
-    temperature, k, seed = sampling["temperature"], sampling["num_samples"], sampling["seed"]
-    if temperature is None:
+    """Describe the sampling; fields of value None were not sent."""
+    temperature, top_p, top_k = (sampling.get(key) for key in ("temperature", "top_p", "top_k"))
+    if temperature == 0:
+        words = "greedy"
+    elif temperature is None and top_p is None:
         words = "server defaults"
     else:
-        words = (
-            "greedy"
-            if temperature == 0
-            else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
+        named = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        words = ", ".join(
+            f"{key} {'of the server' if value is None else format(value, 'g')}"
+            for key, value in named.items()
+            if value is not None or key != "top_k"
         )
-    if temperature and sampling.get("top_k") is not None:
-        words += f", top_k {sampling['top_k']}"
     if sampling.get("source") == "model":
         words += " (the model's generation_config.json)"
-    for name in ("chat_template_kwargs", "extra_body"):
+    for name in ("chat_template_kwargs", "extra_body", "renamed_fields"):
         words += "".join(f", {key}={value}" for key, value in (sampling.get(name) or {}).items())
-    seeds = f"seeds {seed} to {seed + k - 1}" if k > 1 else f"seed {seed}"
-    return f"{words}, at most {sampling['max_tokens']:,} tokens, {seeds}"
+    limit, seed, k = sampling["max_tokens"], sampling["seed"], sampling["num_samples"]
+    words += f", at most {limit:,} tokens" if limit else ", no token limit"
+    if seed is None:
+        return f"{words}, no seed"
+    return f"{words}, seeds {seed} to {seed + k - 1}" if k > 1 else f"{words}, seed {seed}"

@@ -18,8 +18,9 @@ import uvloop
 
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
-from eval.requests.client import Answer, Connection, RequestError
+from eval.requests.client import Connection, RequestError
 from eval.requests.identity import ModelChangedError, Weights
+from eval.requests.replies import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Outcome(NamedTuple):
     seconds: float  # over all attempts, including the waits between them
     failure: str | None = None
     is_refused: bool = False  # by the server: another attempt would fail too
+    advice: str = ""  # what to change after a failure
 
 
 Batch = list[tuple[Request, Outcome]]
@@ -169,7 +171,7 @@ class Dispatcher:
         while (request := await self._take()) is not None:
             await self._pace()
             started_at = request.started_at = request.started_at or time.monotonic()
-            failure, is_refused = None, False
+            failure: RequestError | None = None
             try:
                 answer = await connection.answer(request.item, request.sampling, request.sample)
                 await self._check_weights(connection)
@@ -180,13 +182,14 @@ class Dispatcher:
                     return
                 if await self._retry(request, connection, error):
                     continue
-                answer, failure, is_refused = None, str(error), error.is_final
+                answer, failure = None, error
             self._num_open -= 1
             self._retrying.pop(id(request), None)
             if not self._num_open:  # wake the idle workers once, not for each of the last requests
                 self._changed.set()
             seconds = time.monotonic() - started_at
-            await finish(request, Outcome(answer, request.attempts, seconds, failure, is_refused))
+            why = (str(failure), failure.is_final, failure.advice) if failure else ()
+            await finish(request, Outcome(answer, request.attempts, seconds, *why))
 
     async def check_at_end(self) -> None:
         """Raise ModelChangedError if the server that answered now serves other weights."""
@@ -198,7 +201,7 @@ class Dispatcher:
             try:
                 await self._check_weights(connection)
             except RequestError as error:
-                logger.info("%s stopped responding: %s", self._endpoint.base_url, error)
+                logger.info("%s stopped responding: %s", self._endpoint.address, error)
             except ModelChangedError as error:
                 raise ModelChangedError(str(error), is_late=True) from None
 
@@ -208,7 +211,7 @@ class Dispatcher:
             if self._checked_at > self._failed_at:
                 return
             began = time.monotonic()
-            weights, url = await self._identify(connection), self._endpoint.base_url
+            weights, url = await self._identify(connection), self._endpoint.address
             if self._weights is None:
                 self._weights = weights
                 if self._on_weights is not None:
@@ -284,7 +287,7 @@ class Dispatcher:
         if self._watcher is not None or self._is_given_up:
             return
         self._outage = reason
-        url, seconds = self._endpoint.base_url, self._limits.outage_seconds
+        url, seconds = self._endpoint.address, self._limits.outage_seconds
         logger.warning("%s cannot be reached (%s); waiting up to %g s for it", url, reason, seconds)
         self._watcher = asyncio.create_task(self._await_return(connection))
 
@@ -296,7 +299,7 @@ class Dispatcher:
             is_up = await connection.is_reachable()
             delay = min(_MAX_PROBE_INTERVAL_SECONDS, 2 * delay)
         state = "is reachable again" if is_up else "did not come back"
-        logger.warning("%s %s", self._endpoint.base_url, state)
+        logger.warning("%s %s", self._endpoint.address, state)
         self._is_given_up, self._watcher = not is_up, None
         self._changed.set()
 

@@ -144,7 +144,7 @@ def read_logprobs(payload: Any) -> LogProbs | None:
             {encodable(token): round(float(logprob), 4) for token, logprob in position.items()}
             for position in listed
         )
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError):
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError):
         return None
     values = [value for position in positions for value in position.values()]
     return positions if positions and all(positions) and all(map(math.isfinite, values)) else None

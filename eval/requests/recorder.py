@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,12 +43,6 @@ from eval.results.summary import Summary, mean_response_tokens, write_summary
 logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
-REFUSED = (
-    "The server refuses these requests and would refuse them again. The usual causes are a prompt "
-    "longer than serve.max_model_len, a model without a chat template, or the wrong API "
-    "(evaluate.api)."
-)
-REFUSED_KEY = "The server rejects the API key: export VLLM_API_KEY with a valid one."
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,7 @@ class Recorder:
             (item.id, sample) not in self._rows for item, sample in self._expected
         )
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
+        self._advice = ""  # of the first failure
         self._file: BinaryIO | None = None
 
     @property
@@ -114,7 +108,7 @@ class Recorder:
         by_item: dict[str, list[Row]] = {}
         for row in known:
             by_item.setdefault(row.id, []).append(row)
-        usual = mean_response_tokens(known) or self._sampling.max_tokens
+        usual = mean_response_tokens(known) or self._sampling.max_tokens or 0
         lengths = {
             identity: mean_response_tokens(rows) or usual for identity, rows in by_item.items()
         }
@@ -156,6 +150,7 @@ class Recorder:
         self._file.flush()
         self.num_missing -= len(rows)
         self._num_refused += sum(outcome.is_refused for _, outcome in batch)
+        self._advice = next(filter(None, (self._advice, *(one.advice for _, one in batch))), "")
         self._num_failed += sum(not row.is_answered for row in rows)
         for row in rows:
             self._rows[row.key] = row
@@ -202,12 +197,12 @@ class Recorder:
         reason = failures[0].failure if failures else outage
         message = (
             f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; at "
-            f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. The "
-            f"answers so far are kept in {self.folder}: run the same evaluation again to continue."
+            f"most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
+            f"{self._advice + ' ' if self._advice else ''}The answers so far are kept in "
+            f"{self.folder}: run the same evaluation again to continue."
         )
         if 0 < self._num_refused == self._num_failed:
-            is_key = re.search(r"HTTP 40[13]\b", message) is not None
-            raise RequestsRefused(f"{message} {REFUSED_KEY if is_key else REFUSED}")
+            raise RequestsRefused(message)
         raise EvaluationError(message)
 
 

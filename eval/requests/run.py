@@ -69,7 +69,7 @@ def evaluate_all(
         dispatcher = Dispatcher(endpoint, limits or Limits(), known)
         if incomplete:
             _Session(incomplete, dispatcher, endpoint, known).run(on_progress)
-        return _finish(recorders, endpoint.base_url, dispatcher.outage)
+        return _finish(recorders, endpoint.address, dispatcher.outage)
 
 
 def _settings(

@@ -229,7 +229,7 @@ class ChainConfig(TrainingConfig):
             prompt=self.data.max_prompt_tokens,
             response=self.rollout.max_response_tokens,
             buffer=self.reward.overlong.buffer_tokens,
-            answer=settings.max_response_tokens,
+            answer=settings.max_response_tokens or 1,  # null: as many as the server has room for
             served=self.serve.max_model_len,
             micro_batch=self.train.micro_batch_tokens,
             answer_key=answer_key,

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import Entry, JsonObject, Section, key, volatile
+from downloads.nearest import nearest
+from eval.endpoint import REQUEST_KEYS, SAMPLING_FIELDS
 from eval.problems.registry import POOLED
 from eval.report.gates import BEFORE, LAST_NIGHT, parse_gate
 from tasks.config.data import ColumnsConfig, listed_sets
@@ -122,26 +124,6 @@ class BaselineConfig(Entry):
         return self
 
 
-# Request fields that have a key of their own; evaluate.extra_body may set any other.
-_REQUEST_KEYS = {
-    "model": "the served model's name",
-    "messages": "evaluate.prompt",
-    "prompt": "evaluate.prompt",
-    "max_tokens": "evaluate.max_response_tokens",
-    "max_completion_tokens": "evaluate.max_response_tokens",
-    "temperature": "evaluate.temperature",
-    "top_p": "evaluate.top_p",
-    "top_k": "evaluate.top_k",
-    "seed": "evaluate.seed",
-    "n": "evaluate.num_samples",
-    "best_of": "evaluate.num_samples",
-    "stop": "evaluate.prompt: the template defines it",
-    "stream": "the evaluation: responses are not streamed",
-    "echo": "the evaluation: responses exclude the prompt",
-    "chat_template_kwargs": "evaluate.chat_template_kwargs",
-}
-
-
 class EvaluateConfig(Section):
     """The before and after measurement."""
 
@@ -186,6 +168,10 @@ class EvaluateConfig(Section):
         "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are "
         "refused.",
     )
+    renamed_fields: JsonObject = key(
+        {},
+        "Request fields to send under another name, such as {max_tokens: max_completion_tokens}.",
+    )
     mode: Literal["generate", "loglikelihood"] = key(
         "generate",
         "loglikelihood: picks the likeliest option of multiple-choice questions, as usual for base "
@@ -202,12 +188,21 @@ class EvaluateConfig(Section):
         "settings: temperature, top_p and top_k below; model: values from the model's "
         "generation_config.json.",
     )
-    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
-    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    temperature: float | None = key(
+        0.0, "Sampling temperature; 0 is greedy; null: not sent.", ge=0, le=10
+    )
+    top_p: float | None = key(1.0, "Nucleus sampling mass; null: not sent.", gt=0, le=1)
     top_k: int | None = key(None, "Sample from the k likeliest tokens; unset: not sent.", ge=1)
-    max_response_tokens: int = key(20480, "Token limit of an answer.", ge=1)
-    seed: int = key(
-        1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0
+    max_response_tokens: int | None = key(
+        20480,
+        "Token limit of an answer; null: not sent, so the server's limit applies (vLLM's for "
+        "completions is 16 tokens).",
+        ge=1,
+    )
+    seed: int | None = key(
+        1234,
+        "Sampling seed sent with each request; sample i of a problem has seed + i; null: not sent.",
+        ge=0,
     )
     num_samples: int = key(1, "Answers per problem.", ge=1, le=10_000)
     concurrency: int = volatile(48, "Concurrent requests per server.", ge=1, le=10_000)
@@ -226,11 +221,25 @@ class EvaluateConfig(Section):
     @field_validator("extra_body")
     @classmethod
     def _fields_without_a_key(cls, fields: JsonObject) -> JsonObject:
-        for name in fields.keys() & _REQUEST_KEYS.keys():
+        for name in fields.keys() & REQUEST_KEYS.keys():
             raise ValueError(
-                f"evaluate.extra_body.{name} is set by {_REQUEST_KEYS[name]}; remove it"
+                f"evaluate.extra_body.{name} is set by {REQUEST_KEYS[name]}; remove it"
             )
         return fields
+
+    @field_validator("renamed_fields")
+    @classmethod
+    def _names_of_sent_fields(cls, names: JsonObject) -> JsonObject:
+        for field, name in names.items():
+            if field not in SAMPLING_FIELDS:
+                near = nearest(field, sorted(SAMPLING_FIELDS))
+                raise ValueError(f"evaluate.renamed_fields: requests have no field {field}{near}")
+            is_name = isinstance(name, str) and name and list(names.values()).count(name) == 1
+            if not is_name or name in {*SAMPLING_FIELDS, "model", "messages", "prompt"}:
+                raise ValueError(
+                    f"evaluate.renamed_fields.{field}={name!r} is not a name for this field alone"
+                )
+        return names
 
     @model_validator(mode="after")
     def _sampling_is_consistent(self) -> EvaluateConfig:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from downloads.nearest import nearest
 from durable import write_atomically
-from eval.endpoint import LOOPBACK, Endpoint
+from eval.endpoint import Endpoint, address_of
+from eval.requests.advice import advise
 from eval.requests.identity import LogProbs, Weights, probe_requests, read_logprobs
 from redaction import redact
 from tasks.artifacts.artifact import canonical_json
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 CLIENT_SECONDS = 60.0
 KNOWN_FOLDER = ".served"  # of a store
+_NO_LIST = (404, 405, 501)  # a server without /models
 
 
 @dataclass(frozen=True)
@@ -186,16 +188,18 @@ def served_folder(server: Endpoint) -> Path | None:
 def served_model_identity(server: Endpoint, terms: ServedBy = ServedBy()) -> str:
     """A digest of the served model: its folder, and its files if they are local.
 
-    Raises ServeError if the server does not serve that name, and ServerUnreachable if it does not
-    answer.
+    A server that lists no models is trusted to serve the name. Raises ServeError if a server lists
+    others, and ServerUnreachable if it does not answer.
     """
     roots = _served_models(server, terms)
-    if server.model not in roots:
+    if not roots:
+        logger.warning("%s lists no models: trusting %s", server.address, terms.model)
+    elif server.model not in roots:
         raise ServeError(
-            f"{server.url('models')} serves {', '.join(roots)}, not {server.model!r}; set "
-            f"{terms.model}"
+            f"{address_of(server.url('models'))} does not serve {server.model!r}"
+            f"{nearest(server.model, list(roots))}; set {terms.model}"
         )
-    folder = Path(roots[server.model])
+    folder = Path(roots.get(server.model, server.model))
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.glob("*.safetensors"))
@@ -212,29 +216,38 @@ def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client
             "correct it"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    is_local = urlsplit(server.base_url).hostname in LOOPBACK
-    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_local)
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not server.is_local)
 
 
 def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
-    """Served name -> model folder, or the name itself if the server does not list the folder."""
+    """Served name -> model folder, or the name itself if the server does not list the folder.
+
+    Empty if the server lists no models.
+    """
     url = server.url("models")
+    shown = address_of(url)
     try:
         with model_client(server, terms) as client:
             answer = client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerUnreachable(
-            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo "
+            f"{shown} does not answer: {str(error) or type(error).__name__}; start it with dapo "
             f"serve, or check {terms.url}"
         ) from None
     if answer.status_code in (401, 403):
         reason = f"{terms.key_variable} is not " + ("the server's" if server.api_key else "set")
-        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {reason}")
+        raise ServeError(f"{shown} refuses the key: HTTP {answer.status_code}; {reason}")
+    if answer.status_code in _NO_LIST:
+        return {}
     try:
-        models = answer.raise_for_status().json()["data"]
-        return {model["id"]: str(model.get("root") or model["id"]) for model in models}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
-        raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, "
-            f"{redact(answer.text)[:100]!r}; {terms.url} must be an OpenAI-compatible server"
+        listed = answer.raise_for_status().json()
+    except (httpx.HTTPStatusError, ValueError, RecursionError):
+        advice = advise(answer.status_code, answer.text, (), answer.headers.get("location", ""))
+        kind = ServerUnreachable if answer.is_server_error else ServeError
+        raise kind(
+            f"{shown} does not list models: HTTP {answer.status_code}, "
+            f"{redact(answer.text)[:100]!r}. {advice}"
         ) from None
+    models = listed.get("data") if isinstance(listed, dict) else None
+    named = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    return {str(one["id"]): str(one.get("root") or one["id"]) for one in named if one.get("id")}

@@ -144,6 +144,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         num_samples=settings.num_samples,
         chat_template_kwargs=kwargs or None,
         extra_body=settings.extra_body or None,
+        renamed_fields=settings.renamed_fields or None,
     )
     if settings.sampling == "settings":
         return sampling

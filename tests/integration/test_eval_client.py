@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import re
 import socket
 import threading
 import time
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from eval import EvaluationError
+from eval import EvaluationError, RequestsRefused
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
-from eval.requests.client import Answer, _retry_after
+from eval.requests.client import _retry_after
 from eval.requests.dispatch import Dispatcher, Limits, Outcome, Request
+from eval.requests.replies import Answer
 from eval.results.rows import read_rows
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import (
@@ -115,13 +117,13 @@ def cut_off(handler: Handler, prompt: str, attempt: int) -> bool:
 
 
 FAULTS: dict[str, Behaviour] = {
-    "HTTP 500: boom": lambda handler, prompt, attempt: handler.send(500, b"boom"),
+    "HTTP 500 from {}: boom": lambda handler, prompt, attempt: handler.send(500, b"boom"),
     "ClientPayloadError": cut_off,
-    "HTTP 429: slow down": lambda handler, prompt, attempt: handler.send(429, b"slow down"),
-    "invalid JSON": lambda handler, prompt, attempt: handler.send(200, b'{"choices": ['),
+    "HTTP 429 from {}: slow down": lambda handler, prompt, attempt: handler.send(429, b"slow down"),
+    "{}: invalid JSON": lambda handler, prompt, attempt: handler.send(200, b'{"choices": ['),
     "ServerDisconnectedError": lambda handler, prompt, attempt: handler.drop(),
-    "not a chat completion": lambda handler, prompt, attempt: handler.send(200, b'{"choices": []}'),
-    "the response's text is a float": lambda handler, prompt, attempt: handler.send(
+    "{}: not a completion": lambda handler, prompt, attempt: handler.send(200, b'{"choices": []}'),
+    "{}: the response's text is of type float": lambda handler, prompt, attempt: handler.send(
         200, b'{"choices": [{"message": {"content": NaN}}]}'
     ),
 }
@@ -142,7 +144,7 @@ def test_transient_faults_are_retried_and_permanent_ones_reported(
     outcome = ask(endpoint, ({"role": "user", "content": "4 + 4 = ?"},))
     assert (text_of(outcome), outcome.attempts) == (None, 4)
     assert outcome.failure is not None
-    assert outcome.failure.startswith(reason)
+    assert outcome.failure.startswith(reason.format(endpoint.url("chat/completions")))
 
 
 def test_an_api_key_echoed_by_the_server_is_redacted(
@@ -167,7 +169,7 @@ def test_an_api_key_echoed_by_the_server_is_redacted(
     server.behave = echo
     outcome = ask(endpoint)  # refusals are final
     assert (outcome.answer, outcome.attempts) == (None, 1)
-    assert str(outcome.failure).startswith("HTTP 400: xxx")
+    assert re.match(r"HTTP 400 from http://\S+/v1/chat/completions: xxx", str(outcome.failure))
 
 
 def test_retry_after_is_honoured_as_seconds_or_a_date_up_to_five_minutes(
@@ -242,7 +244,7 @@ def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: 
         {"type": "text", "text": "\\boxed{5}."},
     ]
     server.behave = lambda handler, prompt, attempt: handler.say(parts)
-    assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
+    assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None, "2 + 3 is 5")
 
 
 def test_requests_per_second_are_limited(
@@ -301,3 +303,65 @@ def test_a_server_restart_loses_no_answers(
     assert (summary.accuracy, summary.n) == (1.0, 80)
     assert 20 <= answered[0] < 80
     assert answered[1] >= 80 - answered[0]
+
+
+def raw(content: bytes) -> Behaviour:
+    """Send these bytes as the whole response."""
+    return lambda handler, prompt, attempt: bool(handler.wfile.write(content)) and handler.drop()
+
+
+def encoded(name: str) -> Behaviour:
+    """Send a body that is not in the encoding that its header names."""
+    headers = {"Content-Encoding": name}
+    return lambda handler, prompt, attempt: handler.send(200, b"{}", headers=headers)
+
+
+ODD: tuple[Behaviour, ...] = (
+    lambda handler, prompt, attempt: handler.send(204, b""),
+    lambda handler, prompt, attempt: handler.send(200, b"data: {}\n\n"),
+    lambda handler, prompt, attempt: handler.send(200, b'{"error": {"code": 400}}'),
+    lambda handler, prompt, attempt: handler.send(307, b"", headers={"Location": "/elsewhere"}),
+    encoded("gzip"),
+    encoded("br"),
+    encoded("unheard"),
+    raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+    raw(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}"),
+    raw(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n{}"),
+    raw(b"HTTP/1.1 200 OK\r\nSet-Cookie: \xff=\xfe; =\r\nX\r\n\r\n{}"),
+    raw(b"garbage\r\n\r\n"),
+    raw(b"\x16\x03\x01\x00"),
+)
+
+
+def test_odd_replies_cost_only_their_own_item(server: ArithmeticServer, tmp_path: Path) -> None:
+    def behave(handler: Handler, prompt: str, attempt: int) -> bool:
+        number = int(prompt.split()[0])
+        return number < len(ODD) and ODD[number](handler, prompt, attempt)
+
+    server.behave = behave
+    summary = evaluate(
+        make_set(2 * len(ODD)),
+        Endpoint(server.url, "m"),
+        SAMPLING,
+        tmp_path,
+        max_failed_ratio=0.5,
+        limits=replace(LIMITS, max_attempts=2),
+    )
+    assert (summary.n, summary.accuracy, summary.request_failed_rate) == (len(ODD), 1.0, 0.5)
+    failed = [row for row in read_rows(tmp_path).values() if not row.is_answered]
+    assert sorted(int(row.id.removeprefix("item-")) for row in failed) == [*range(len(ODD))]
+    assert all(row.failure for row in failed)
+
+
+def test_advice_on_refused_requests_stands_in_the_error_with_their_url(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    server.behave = lambda handler, prompt, attempt: handler.send(422, b'{"loc": ["body", "seed"]}')
+    endpoint = Endpoint(f"{server.url}/api/v3?key=0123456789abcdef", "m")
+    with pytest.raises(RequestsRefused) as caught:
+        evaluate(make_set(3), endpoint, SAMPLING, tmp_path)
+    message = str(caught.value)
+    assert f"First reason: HTTP 422 from {server.url}/api/v3/chat/completions: " in message
+    assert "leave the field out with evaluate.seed=null" in message
+    assert "0123456789abcdef" not in message
+    assert server.requests[0][0] == "/api/v3/chat/completions?key=0123456789abcdef"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -18,6 +19,8 @@ from eval.requests.dispatch import Limits
 from eval.requests.identity import ModelChangedError
 from eval.results.rows import load_evaluation, read_rows, read_settings
 from eval.results.summary import Summary
+from tasks.evaluation.served_model import served_folder, served_model_identity
+from tasks.serve_model.failure import ServeError
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
@@ -140,3 +143,33 @@ def test_the_server_is_recorded_without_credentials_and_may_move(
     assert "superseded" not in caplog.text
     compared = compare(tmp_path / "before", tmp_path / "after")
     assert describe_measurement(compared, UNKNOWN)["model before"] == "m (sha256 000000000000)"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b"404 page not found", None),
+        (405, b"", None),
+        (200, b'{"models": [{"name": "m"}]}', None),
+        (200, b'{"data": [null, {}, {"object": "model"}]}', None),
+        (200, b'{"data": [{"id": "n"}]}', r"does not serve 'm'; it has n; set --model-name"),
+        (200, b"<html>Open WebUI</html>", r"HTTP 200.*correct the base URL"),
+        (301, b"", r"redirects to https://h/v1/models: use that base URL"),
+        (401, b"", r"refuses the key: HTTP 401; VLLM_API_KEY is not set"),
+        (503, b"starting", r"HTTP 503, 'starting'\. The server failed"),
+    ],
+)
+def test_a_server_without_a_list_of_models_is_trusted_to_serve_the_name(
+    server: ArithmeticServer,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    body: bytes,
+    message: str | None,
+) -> None:
+    headers = {"Location": "https://h/v1/models"}
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send(status, body, headers=headers))
+    endpoint = Endpoint(server.url, "m")
+    expected = pytest.raises(ServeError, match=message) if message else contextlib.nullcontext()
+    with expected:
+        assert len(served_model_identity(endpoint)) == 64
+        assert served_folder(endpoint) is None

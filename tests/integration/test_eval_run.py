@@ -191,7 +191,9 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     server.behave = lambda handler, prompt, attempt: (
         prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
     )
-    message = r"2 of 10 requests to .* failed; at most 1 may .*First reason: HTTP 400: too long"
+    message = (
+        r"2 of 10 requests to .* failed; at most 1 may .*First reason: HTTP 400 from .*: too long"
+    )
     with pytest.raises(RequestsRefused, match=message) as caught:
         evaluate(make_set(10), endpoint, SAMPLING, tmp_path, max_failed_ratio=0.1)
     assert caught.value.is_lasting
@@ -213,11 +215,11 @@ def test_a_server_that_refuses_everything_is_given_up_early(
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
         EvaluationError,
-        match=r"were not sent because no server answered.*HTTP 403: no.*export VLLM_API_KEY",
+        match=r"were not sent because no server answered.*HTTP 403 from .*export VLLM_API_KEY",
     ):
         evaluate(make_set(400), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
-    assert re.search(r"a request failed after \d+ attempts: HTTP 403: no", caplog.text)
+    assert re.search(r"a request failed after \d+ attempts: HTTP 403 from .*: no", caplog.text)
 
 
 def test_answers_of_a_server_that_dies_for_good_are_kept(

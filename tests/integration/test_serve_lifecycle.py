@@ -130,14 +130,14 @@ def test_a_server_answers_without_our_secrets_and_is_gone_after_the_block(
         for wrong, message in (
             (
                 replace(server, model="other"),
-                "/v1/models serves policy, not 'other'; set --model-name",
+                "/v1/models does not serve 'other'; it has policy; set --model-name",
             ),
             (
                 replace(server, api_key="guess"),
                 "refuses the key: HTTP 401; VLLM_API_KEY is not the server's",
             ),
             (replace(server, api_key=""), "refuses the key: HTTP 401; VLLM_API_KEY is not set"),
-            (replace(server, base_url="127.0.0.1:1"), "does not answer: .*check --base-url"),
+            (replace(server, base_url="http://127.0.0.1:1"), "not answer: .*check --base-url"),
         ):
             with pytest.raises(ServeError, match=message):
                 served_model_identity(wrong)

@@ -171,7 +171,7 @@ def test_an_unreachable_server_or_another_model_is_reported_with_the_entry_s_nam
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")
     config = with_server(tmp_path, server, "other")
-    with pytest.raises(ServeError, match=r"serves m, not 'other'; set its `model`"):
+    with pytest.raises(ServeError, match=r"does not serve 'other'; it has m; set its `model`"):
         served_model(config, config.evaluate.baselines[0])
     config = with_server(tmp_path, server)
     server.server_close()
