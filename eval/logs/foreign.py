@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from durable import iterate_json_lines
+from durable import parse_json
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
+from eval.problems.sets.mathematics import after_hashes
 from eval.requests.recorder import regrade_row
+from eval.requests.replies import read_content, read_count
 from eval.results.rows import (
     SETTINGS_FILE,
     Evaluation,
@@ -38,6 +40,9 @@ _DIRECTIONS = (
     "file"
 )
 _OPTIONS = re.compile(r"[A-J]{1,10}")
+_WORD = re.compile(r"[A-Za-z]{2,}|[\u4e00-\u9fff]{2}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_MAX_ANSWER_WORDS = 20
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
@@ -49,27 +54,29 @@ class Log:
     benchmark: str
     model: str
     rows: list[Row]
-    # 0 and None: not recorded
-    sampling: Sampling = field(default_factory=lambda: Sampling(0, None, None))
+    # None: not recorded
+    sampling: Sampling = field(default_factory=lambda: Sampling(None, None, None, seed=None))
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
     """Grade another program's responses into a results folder; return the summary.
 
-    Gold answers come from the log, gold solutions from their last box. If all are letters A to J,
-    options are graded. Raises ResultsError if the log is unreadable, or if items have different
-    numbers of samples.
+    Gold answers come from the log, those of solutions as in MATH and GSM8K. If all are letters A to
+    J, options are graded. Raises ResultsError if the log is unreadable, if a gold answer is a whole
+    text, or if items have different numbers of samples.
     """
     log = read_log(Path(path))
-    folder = make_folder(output)
-    if (folder / SETTINGS_FILE).exists():
-        raise ResultsError(f"{folder} holds an evaluation; choose another --output")
     golds = {row.gold for row in log.rows}
     options = {row.id: tuple((row.details or {}).get("options", ())) for row in log.rows}
     is_choice = all(map(_OPTIONS.fullmatch, golds))
     kind = GRADERS[
         "loglikelihood" if any(options.values()) else "choice" if is_choice else "mathematics"
     ]
+    if kind is GRADERS["mathematics"]:
+        _require_answers(log)
+    folder = make_folder(output)
+    if (folder / SETTINGS_FILE).exists():
+        raise ResultsError(f"{folder} holds an evaluation; choose another --output")
     with exclusive(folder), kind() as grader:
         rows = [row if row.failure else regrade_row(row, grader) for row in log.rows]
         first = {
@@ -104,13 +111,26 @@ def read_log(path: Path) -> Log:
                 rows = [{"id": index, **row} for index, row in content.items()]
                 log = _read_aisbench(file, rows)
         else:
-            lines = list(iterate_json_lines(file))
+            lines = list(_lines_of(file))
             log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
+    except ResultsError as error:
+        raise ResultsError(f"{file}: {error}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ResultsError(f"{file} is not a readable log ({error!r}); {_DIRECTIONS}") from None
     if not log.rows:
         raise ResultsError(f"{file} has no responses; {_DIRECTIONS}")
     return replace(log, rows=list(_numbered(log.rows)))
+
+
+def _lines_of(file: Path) -> Iterator[Any]:
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                yield parse_json(line)
+            except ValueError as error:
+                raise ResultsError(
+                    f"line {number} is not JSON ({error}); correct or remove it"
+                ) from None
 
 
 def _numbered(rows: Sequence[Row]) -> Iterator[Row]:
@@ -139,11 +159,10 @@ def _file_at(path: Path) -> Path:
     raise ResultsError(f"{path} has no log; {_DIRECTIONS}")
 
 
-def _row(
-    identity: object, prompt: Prompt, response: str | None, gold: object, **others: Any
-) -> Row:
-    """Make an ungraded row. The gold answer of a solution is its last box."""
-    text = str(gold)
+def _row(identity: object, prompt: Prompt, response: object, gold: object, **others: Any) -> Row:
+    """Make an ungraded row. Raises ResultsError if the response or the gold answer is not text."""
+    is_failed = response is None or others.get("failure") is not None
+    text = None if is_failed else _text_of(response, f"row {identity}: the response")
     fields: dict[str, Any] = {
         "finish_reason": None,
         "response_tokens": None,
@@ -153,10 +172,44 @@ def _row(
         "attempts": 1,
         "subject": None,
         "level": None,
-        "failure": None,
+        "failure": "no response in the log" if is_failed else None,
     }
-    known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": response}
-    return Row(**{**fields, **known, "gold": extract_boxed(text) or text, **others})
+    known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": text}
+    gold = _gold_of(_text_of(gold, f"row {identity}: the gold answer"))
+    return Row(**{**fields, **known, "gold": gold, **others})
+
+
+def _text_of(value: object, what: str) -> str:
+    """Return a text or number as text, also if alone in a list. Raises ResultsError."""
+    if isinstance(value, list) and len(value) == 1:
+        return _text_of(value[0], what)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    kind = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+    raise ResultsError(f"{what} is not text but {kind}: {str(value)[:100]}; correct this row")
+
+
+def _gold_of(text: str) -> str:
+    """Return the answer of a gold solution, in its last box or after ####, else the whole text."""
+    return extract_boxed(text) or (after_hashes(text) if "####" in text else text.strip())
+
+
+def _require_answers(log: Log) -> None:
+    """Raise ResultsError if gold answers are whole texts, which no response could equal."""
+    texts = [row for row in log.rows if _is_prose(row.gold)]
+    if texts:
+        raise ResultsError(
+            f"{len(texts)} of {len(log.rows)} gold answers in this log of {log.program} are whole "
+            f"texts, such as {texts[0].gold[:100]!r} of row {texts[0].id}: every response would be "
+            "wrong. Solutions are read if they end in \\boxed{ANSWER} or #### ANSWER; write the "
+            "final answers into the log, or evaluate the set with dapo eval"
+        )
+
+
+def _is_prose(gold: str) -> bool:
+    """True for more lines or words than an answer has: at most 12 in the registered sets."""
+    is_long = len(_WORD.findall(_COMMAND.sub(" ", gold))) > _MAX_ANSWER_WORDS
+    return is_long or ("\n" in gold and "\\begin" not in gold)
 
 
 def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
@@ -170,13 +223,12 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     settings = _arguments(lines[0])[1]
     # a continuation: the log-likelihoods of options, without sampling
     if isinstance(settings, str):
-        rows = [_options_row(file, line) for line in lines]
+        rows = [_options_row(line) for line in lines]
         return Log("lm-eval", benchmark or file.stem, model, rows, Sampling(1))
-    sampling = Sampling(
-        max_tokens=settings.get("max_gen_toks") or settings.get("max_tokens") or 0,
-        temperature=settings.get("temperature"),
-        top_p=settings.get("top_p"),
-        stop=tuple(settings.get("until") or ()),
+    until = settings.get("until") or ()
+    sampling = _sampling_of(
+        {"max_tokens": settings.get("max_gen_toks"), **settings},
+        stop=(until,) if isinstance(until, str) else tuple(map(str, until)),
     )
     rows = [
         _row(line["doc_id"], _messages(_arguments(line)[0]), response, line["target"])
@@ -186,7 +238,16 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     return Log("lm-eval", benchmark or file.stem, model, rows, sampling)
 
 
-def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
+def _sampling_of(settings: Mapping[str, Any], stop: tuple[str, ...] = ()) -> Sampling:
+    """Return the recorded sampling; None for what is missing or no number."""
+    numbers = {
+        name: value if isinstance(value := settings.get(name), int | float) else None
+        for name in ("max_tokens", "temperature", "top_p", "seed")
+    }
+    return Sampling(**numbers, stop=stop)
+
+
+def _options_row(line: Mapping[str, Any]) -> Row:
     """Read a multiple-choice line: requests (prompt, option) with [log-likelihood, is greedy].
 
     Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has
@@ -199,13 +260,14 @@ def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
         for one, result in zip(requests, line["filtered_resps"], strict=True)
         if one["arg_0"] == prompt
     ]
-    options, target = [option for option, _ in pairs], str(line["target"])
+    options = [option for option, _ in pairs]
+    target = _text_of(line["target"], f"document {line['doc_id']}: the target").strip()
     gold = options[int(target)] if target.isdecimal() and int(target) < len(options) else target
     if len(set(options)) < 2 or gold not in options:
         raise ResultsError(
-            f"{file}: document {line['doc_id']} has {len(set(options))} options after one prompt "
-            f"and the target {target!r}; of lm-eval's log-likelihoods, only multiple choice with "
-            "one right option is imported"
+            f"document {line['doc_id']} has {len(set(options))} options after one prompt and the "
+            f"target {target!r}; of lm-eval's log-likelihoods, only multiple choice with one right "
+            "option is imported"
         )
     likeliest = max(pairs, key=lambda pair: pair[1])[0]
     details = {"options": options, "log_probs": [value for _, value in pairs]}
@@ -219,60 +281,62 @@ def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _messages(prompt: Any) -> Prompt:
+    return _chat_of(json.loads(prompt[0]) if isinstance(prompt, list) else prompt)
+
+
+def _chat_of(prompt: Any) -> Prompt:
+    """Return a prompt: text, or messages with the texts of their contents and OpenAI's roles."""
     if not isinstance(prompt, list):
-        return str(prompt)
+        return _text_of(prompt, "a prompt")
     return tuple(
-        {"role": one["role"], "content": str(one["content"])} for one in json.loads(prompt[0])
+        {
+            "role": _ROLES.get(one["role"], one["role"]),
+            "content": read_content(one.get("prompt", one.get("content")))[0],
+        }
+        for one in prompt
     )
 
 
 def _read_inspect(content: Mapping[str, Any]) -> Log:
     """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` makes one."""
     about = content["eval"]
-    settings = content.get("plan", {}).get("config", {})
-    sampling = Sampling(
-        settings.get("max_tokens") or 0, settings.get("temperature"), settings.get("top_p")
-    )
     return Log(
         "inspect_ai",
         about["task"],
         about["model"],
         list(_inspect_rows(content["samples"])),
-        sampling,
+        _sampling_of(content.get("plan", {}).get("config", {})),
     )
 
 
 def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for sample in sorted(samples, key=lambda one: one["epoch"]):
-        messages = [one for one in sample["messages"] if one["role"] in ("system", "user")]
-        prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in messages)
-        choices = (sample.get("output") or {}).get("choices") or []
-        content = choices[0]["message"]["content"] if choices else ""
-        parts = content if isinstance(content, list) else []
-        thinking = "".join(part.get("reasoning", "") for part in parts)
-        target, about = sample["target"], sample.get("metadata") or {}
+        output, about = sample.get("output") or {}, sample.get("metadata") or {}
+        first = next(iter(output.get("choices") or ()), None)
+        answer, thinking = read_content(first["message"].get("content")) if first else ("", "")
         error = (sample.get("error") or {}).get("message")
-        stop = choices[0].get("stop_reason") if choices else None
+        failure = error if first else error or "no output"
+        stop = first.get("stop_reason") if first else None
+        level = about.get("level")
         yield _row(
             sample["id"],
-            prompt,
-            _text(content) if choices and error is None else None,
-            target if isinstance(target, str) else target[0],
+            _chat_of(_asked(sample["messages"], has_answer=first is not None)),
+            answer,
+            sample["target"],
             finish_reason=None if stop == "unknown" else stop,
-            response_tokens=(sample["output"].get("usage") or {}).get("output_tokens")
-            if choices
-            else None,
+            response_tokens=read_count(output.get("usage"), "output_tokens"),
             seconds=sample.get("total_time") or 0.0,
-            failure=error if choices else error or "no output",
+            failure=failure,
             subject=about.get("subject"),
-            level=None if about.get("level") is None else str(about["level"]),
+            level=None if level is None else str(level),
             reasoning=thinking or None,
         )
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return "".join(part.get("text", "") for part in parts)
+def _asked(messages: list[Any], has_answer: bool) -> list[Any]:
+    """Return the messages before the answer, the last of the assistant."""
+    ends = [i for i, one in enumerate(messages) if one["role"] == "assistant"] if has_answer else []
+    return messages[: ends[-1]] if ends else messages
 
 
 def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
@@ -280,19 +344,7 @@ def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     if file.with_name(f"{file.stem}_failed.jsonl").exists():
         logger.warning("%s: skipping failed requests, which have no gold answer there", file)
     rows = [
-        _row(line["id"], _aisbench_prompt(line["origin_prompt"]), line["prediction"], line["gold"])
+        _row(line["id"], _chat_of(line["origin_prompt"]), line["prediction"], line["gold"])
         for line in sorted(lines, key=lambda one: (len(str(one["id"])), str(one["id"])))
     ]
     return Log("AISBench", file.stem, file.parent.name, rows)
-
-
-def _aisbench_prompt(prompt: Any) -> Prompt:
-    if not isinstance(prompt, list):
-        return str(prompt)
-    return tuple(
-        {
-            "role": _ROLES.get(one["role"], one["role"]),
-            "content": _text(one.get("prompt", one.get("content", ""))),
-        }
-        for one in prompt
-    )

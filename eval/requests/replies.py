@@ -55,13 +55,13 @@ def read_answer(content: bytes, clean: Callable[[str], str] = str) -> Answer:
     if isinstance(reason, dict):  # SGLang's own form
         reason = reason.get("type")
     usage = payload.get("usage")
-    num_thinking = _count(usage, "reasoning_tokens")
+    num_thinking = read_count(usage, "reasoning_tokens")
     if num_thinking == 0 and (thinking or thoughts):  # vLLM, if the chat template opens them
         num_thinking = None
     return Answer(
         clean(answer),
         clean(str(reason)) if type(reason) in (str, int) else None,
-        _count(usage, "completion_tokens"),
+        read_count(usage, "completion_tokens"),
         clean(thinking or thoughts) or None,
         num_thinking,
     )
@@ -179,7 +179,7 @@ def _errors(payload: Any, choices: list[dict[str, Any]]) -> Iterator[Any]:
             yield place["error"]
 
 
-def _count(usage: Any, name: str) -> int | None:
+def read_count(usage: Any, name: str) -> int | None:
     """Return a token count of the usage or its details, whether written as 7, 7.0 or "7"."""
     for place in (usage, usage.get("completion_tokens_details") if isinstance(usage, dict) else 0):
         value = place.get(name) if isinstance(place, dict) else None

@@ -178,6 +178,86 @@ def test_other_log_likelihoods_of_lm_eval_are_refused_by_name(tmp_path: Path) ->
         read_log(file)
 
 
+def generated(number: int, target: Any, response: Any, **settings: Any) -> str:
+    """Make a line of lm-eval 0.4's log of a generating task."""
+    line = {
+        **{"doc_id": number, "doc": {}, "target": target, "filter": "none"},
+        "arguments": {"gen_args_0": {"arg_0": "Q: 9 + 9?\nA:", "arg_1": settings}},
+        "resps": [[response]],
+    }
+    return json.dumps(line) + "\n"
+
+
+def test_the_answers_of_gold_solutions_in_a_log_are_read_as_in_gsm8k_and_math(
+    tmp_path: Path,
+) -> None:
+    solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all 1,018 clips.\n#### 1,018"
+    file = tmp_path / "samples_gsm8k_1.jsonl"
+    file.write_text(
+        generated(0, solution, "The answer is 1018.", until="Question:", max_gen_toks=256)
+        + generated(1, "We add.\nIt is $\\boxed{18}$, as claimed.", "\\boxed{18}")
+        + generated(2, [" 18"], [["#### 18"]])
+        + generated(3, 18, "#### 19")
+    )
+    summary = import_log(file, tmp_path / "out")
+    assert fields_of(tmp_path / "out", "gold", "verdict") == [
+        *(("1018", "right"), ("18", "right"), ("18", "right"), ("18", "wrong"))
+    ]
+    recorded = {"max_tokens": 256, "stop": ["Question:"], "temperature": None, "seed": None}
+    assert recorded.items() <= summary.settings["sampling"].items()
+
+
+@pytest.mark.parametrize(
+    ("target", "response", "fault"),
+    [
+        (
+            "She sold 24 in May.\nThat is 72 in all.",
+            "72",
+            r"2 of 2 gold answers .* of row 0: every",
+        ),
+        ("word " * 21, "72", r"whole texts, such as .*write the final answers into the log"),
+        (["7", "2"], "72", r"row 0: the gold answer is not text but a list of 2"),
+        (None, "72", "row 0: the gold answer is not text but NoneType"),
+        (True, "72", "row 0: the gold answer is not text but bool: True"),
+        ({"value": 72}, "72", r"row 0: the gold answer is not text but dict: {'value': 72}"),
+        ("72", {"text": "72"}, "row 0: the response is not text but dict"),
+    ],
+)
+def test_a_log_whose_answers_are_no_answers_is_refused_and_not_graded_wrong(
+    target: Any, response: Any, fault: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "samples_x_1.jsonl"
+    file.write_text("".join(generated(number, target, response) for number in range(2)))
+    with pytest.raises(ResultsError, match=fault):
+        import_log(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_line_of_a_log_is_named_and_not_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "samples_x_1.jsonl"
+    file.write_text(generated(0, "1", "1") + "\n" + generated(1, "1", "1")[:-9])
+    with pytest.raises(ResultsError, match=r"samples_x_1\.jsonl: line 3 is not JSON"):
+        read_log(file)
+
+
+def test_an_inspect_prompt_keeps_its_examples_and_a_null_answer_is_no_answer(
+    tmp_path: Path,
+) -> None:
+    content = json.loads((LOGS / "inspect.json").read_text())
+    examples = [{"role": "developer", "content": "Add."}, {"role": "user", "content": "1 + 1 = ?"}]
+    examples += [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+    for sample in content["samples"]:
+        sample["messages"][:0] = examples
+        sample["output"]["choices"][0]["message"]["content"] = None
+        sample["output"]["usage"] = {"output_tokens": "5"}
+    (tmp_path / "log.json").write_text(json.dumps(content))
+    assert import_log(tmp_path / "log.json", tmp_path / "out").no_answer_rate == 1
+    row = read_rows(tmp_path / "out")["row-4", 1]
+    roles = [message["role"] for message in row.prompt if isinstance(message, dict)]
+    assert roles == ["developer", "user", "assistant", "user"]
+    assert (row.prompt[2], row.response_tokens) == ({"role": "assistant", "content": "2"}, 5)
+
+
 @pytest.mark.parametrize("text", ["", '{"resps": 1}\n'])
 def test_an_unreadable_log_is_refused_with_the_supported_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples_x_1.jsonl").write_text(text)
