@@ -18,6 +18,9 @@ from typing import Any
 
 import httpx
 
+from eval.endpoint import Endpoint
+from eval.requests.replies import read_answer
+
 MODEL = "Qwen3-32B"
 PROMPT = """You compare the final answer of a response with the right answer of a problem.
 
@@ -54,15 +57,15 @@ def compute_score(
 def ask(prompt: str, num_attempts: int = 4) -> str:
     """Return the judge's reply, greedily decoded. Raises httpx.HTTPError if all attempts fail."""
     body = {"model": MODEL, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
-    url = os.environ["DAPO_JUDGE_URL"].rstrip("/").removesuffix("/v1")
     key = os.environ.get("DAPO_JUDGE_API_KEY")
+    url = Endpoint(os.environ["DAPO_JUDGE_URL"], MODEL, key).url("chat/completions")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        reply = httpx.post(url, json=body, headers=headers, timeout=60)
         reply.raise_for_status()
     except httpx.HTTPError:
         if num_attempts == 1:
             raise
         time.sleep(2)
         return ask(prompt, num_attempts - 1)
-    return str(reply.json()["choices"][0]["message"]["content"])
+    return read_answer(reply.content).text

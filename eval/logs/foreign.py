@@ -240,7 +240,7 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
 
 def _sampling_of(settings: Mapping[str, Any], stop: tuple[str, ...] = ()) -> Sampling:
     """Return the recorded sampling; None for what is missing or no number."""
-    numbers = {
+    numbers: dict[str, Any] = {
         name: value if isinstance(value := settings.get(name), int | float) else None
         for name in ("max_tokens", "temperature", "top_p", "seed")
     }

@@ -201,7 +201,9 @@ class Dispatcher:
             try:
                 await self._check_weights(connection)
             except RequestError as error:
-                logger.info("%s stopped responding: %s", self._endpoint.address, error)
+                logger.warning(
+                    "%s could not be identified again at the end: %s", self._endpoint.address, error
+                )
             except ModelChangedError as error:
                 raise ModelChangedError(str(error), is_late=True) from None
 
@@ -230,11 +232,17 @@ class Dispatcher:
 
     async def _identify(self, connection: Connection) -> Weights:
         """Identify the weights behind a connection; unknown if only the probe requests fail."""
+        is_identifiable = self._weights is not None and self._weights.logprobs is not None
         for attempt in range(_MAX_PROBE_ATTEMPTS):
             try:
-                return await connection.identify()
+                weights = await connection.identify()
+                if is_identifiable and weights.logprobs is None:
+                    raise RequestError(
+                        "the log-probs of a fixed prompt, which show that the model is the same, "
+                        "are missing from the server's reply"
+                    )
+                return weights
             except RequestError as error:
-                is_identifiable = self._weights is not None and self._weights.logprobs is not None
                 if is_identifiable or error.is_unreachable:
                     raise
                 logger.debug("attempt %d to identify the weights failed: %s", attempt + 1, error)

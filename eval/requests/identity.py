@@ -63,7 +63,7 @@ class Weights:
 
     def difference(self, other: Weights) -> str | None:
         """Describe how the other weights provably differ from these, or return None."""
-        if self.root != other.root:
+        if self.root != other.root and None not in (self.root, other.root):
             return f"its model folder is {other.root}, not {self.root}"
         if self.logprobs is None:
             return None

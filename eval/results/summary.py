@@ -142,12 +142,21 @@ def write_summary(
 ) -> Summary:
     """Write and return the summary. Answers count as one if the grader finds them equal.
 
-    Warns about finish reasons that no rule knows.
+    Warns about what makes verdicts doubtful: unknown finish reasons, and responses without text.
     """
     summary = summarise(evaluation, same_answer_by(grade))
     write_json(folder / SUMMARY_FILE, asdict(summary))
     if summary.unknown_finish_reasons:
         logger.warning("%s: %s", folder, describe_unknown_reasons(summary.unknown_finish_reasons))
+    empty = [row for row in evaluation.rows if row.verdict == "no_answer" and not row.response]
+    if empty:
+        logger.warning(
+            "%s: %d responses have no text, %d of them only thinking, and count as without an "
+            "answer. If these are many, the server's reasoning parser may not fit the model",
+            folder,
+            len(empty),
+            sum(bool(row.reasoning) for row in empty),
+        )
     return summary
 
 

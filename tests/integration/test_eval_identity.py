@@ -75,6 +75,20 @@ def test_a_silently_exchanged_model_is_noticed_at_the_end(
     assert len(read_rows(tmp_path / "superseded-1")) == 60
 
 
+def test_one_reply_without_log_probs_or_folder_is_not_another_model(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def flicker(handler: Handler, prompt: str, attempt: int) -> bool:
+        server.logprobs = None if handler.number in (5, 6) else ArithmeticServer.logprobs
+        server.root = "" if handler.number >= 5 else ArithmeticServer.root
+        return handler.number == 5 and handler.send(502, b"bad gateway")
+
+    server.behave = flicker
+    one = replace(LIMITS, concurrency=1)
+    assert evaluate(make_set(9), Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=one).n == 9
+    assert len(server.requests) == 11  # the bad gateway, and the answer that could not be checked
+
+
 def test_a_failure_invalidates_a_check_that_began_before_it(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:

@@ -81,6 +81,15 @@ def test_a_count_of_zero_thinking_tokens_beside_thinking_is_ignored(
     )
 
 
+def test_responses_that_a_reasoning_parser_swallows_are_reported(
+    server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    swallowed = ({"reasoning_content": RIGHT % 1, "content": None}, "stop", tokens(9))
+    _, rows = answered(server, tmp_path, swallowed, ({"content": ""}, "stop", tokens(1)))
+    assert [row.verdict for row in rows] == ["no_answer", "no_answer"]
+    assert "2 responses have no text, 1 of them only thinking" in caplog.text
+
+
 def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:

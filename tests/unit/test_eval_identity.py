@@ -30,6 +30,7 @@ def test_bfloat16_noise_is_not_another_model() -> None:
     close = ({**TRAINED[0], " a": -1.15, " an": -1.1}, {" old": -0.1})
     assert weights.difference(Weights("models/a", close)) is None
     assert Weights("models/a", None).difference(weights) is None
+    assert Weights(None, TRAINED).difference(weights) is None  # the list of models failed
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,11 @@ def test_an_inspect_prompt_keeps_its_examples_and_a_null_answer_is_no_answer(
     tmp_path: Path,
 ) -> None:
     content = json.loads((LOGS / "inspect.json").read_text())
-    examples = [{"role": "developer", "content": "Add."}, {"role": "user", "content": "1 + 1 = ?"}]
-    examples += [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+    examples: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Add."},
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "2"}]},
+    ]
     for sample in content["samples"]:
         sample["messages"][:0] = examples
         sample["output"]["choices"][0]["message"]["content"] = None
