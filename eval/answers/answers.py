@@ -5,11 +5,14 @@ Regions are merged so that equal sets of real numbers have equal pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
 from typing import NamedTuple
 
 from eval.answers.expression import Node
-from eval.answers.numeric import sign_of_difference, variables
+from eval.answers.numeric import is_same_value, sign_of_difference, substituted, variables
 
 
 class Interval(NamedTuple):
@@ -96,12 +99,15 @@ class Approximate:
 Answer = Value | Words | Listing | Point | Matrix | Region | Relation | Named | Approximate
 
 INFINITY: Node = ("inf",)
+ZERO: Node = ("num", Fraction(0))
 REALS = (Interval(("neg", INFINITY), False, INFINITY, False),)
 _REVERSED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
 def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
     """Return the solutions of an inequality in one variable: x > 3, 1 < x <= 5, x != 2."""
+    if any(side[:2] == ("call", "abs") for side in sides):
+        return _region_of_distance(operators, sides)
     if any(side[0] == "neg" and _is_unknown(side[1]) for side in sides):  # -x > -1
         operators = tuple(_REVERSED.get(operator, operator) for operator in operators)
         sides = tuple(side[1] if side[0] == "neg" else ("neg", side) for side in sides)
@@ -137,6 +143,42 @@ def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) ->
     return None
 
 
+def _region_of_distance(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
+    """Return the solutions of |ax + b| < c, or of another inequality of one distance."""
+    where = [index for index, side in enumerate(sides) if side[:2] == ("call", "abs")]
+    names = variables(sides[where[0]])
+    if len(where) != 1 or len(names) != 1:
+        return None
+    inside, unknown = sides[where[0]][2], ("var", *names)
+    offset = substituted(inside, unknown, ZERO)
+    slope: Node = ("sub", substituted(inside, unknown, ("num", Fraction(1))), offset)
+    sign = sign_of_difference(slope, ZERO)
+    distances = region_of_inequality(
+        operators, tuple(unknown if index in where else side for index, side in enumerate(sides))
+    )
+    line = ("add", ("mul", slope, unknown), offset)
+    if not sign or distances is None or not is_same_value(inside, line):
+        return None
+    if any(sign_of_difference(piece.high, ZERO) == -1 for piece in distances.pieces):
+        return None
+
+    def solution(distance: Node) -> Node:
+        if distance in (INFINITY, ("neg", INFINITY)):
+            return distance
+        return ("div", ("sub", ("mul", ("num", Fraction(sign)), distance), offset), slope)
+
+    pieces: list[Interval] = []
+    for low, low_closed, high, high_closed in distances.pieces:
+        minus: Node = ("neg", high)
+        if sign_of_difference(low, ZERO) == -1:
+            low, low_closed = minus, high_closed
+        else:
+            ends = solution(minus), high_closed, solution(("neg", low)), low_closed
+            pieces.append(Interval(*ends))
+        pieces.append(Interval(solution(low), low_closed, solution(high), high_closed))
+    return Region(tuple(pieces), distances.variable)
+
+
 def _is_unknown(node: Node) -> bool:
     """True for a variable, and for a function of one: f(x)."""
     return node[0] == "var" or (
@@ -164,15 +206,51 @@ def as_region(answer: Answer) -> Region | None:
     return None
 
 
-def ordered(points: list[Node]) -> list[Node] | None:
-    """Sort real numbers in ascending order; None if they cannot be ordered."""
-    in_order: list[Node] = []
-    for point in points:
-        signs = [sign_of_difference(point, other) for other in in_order]
-        if None in signs:
+def combined(operator: str, regions: Sequence[Region]) -> Region | None:
+    """Return the union, difference or intersection; None if their ends cannot be ordered."""
+    pieces = regions[0].pieces
+    for region in regions[1:]:
+        found = _COMBINE[operator](pieces, region.pieces)
+        if found is None:
             return None
-        in_order.insert(signs.count(1), point)
-    return in_order
+        pieces = found
+    return Region(pieces, regions[0].variable)
+
+
+def _intersection(
+    left: tuple[Interval, ...], right: tuple[Interval, ...]
+) -> tuple[Interval, ...] | None:
+    common: list[Interval] = []
+    for one, other in product(left, right):
+        lows = sign_of_difference(one.low, other.low)
+        highs = sign_of_difference(one.high, other.high)
+        if lows is None or highs is None:
+            return None
+        low, high = (one if lows == 1 else other), (one if highs == -1 else other)
+        low_closed = low.low_closed and (lows != 0 or one.low_closed)
+        high_closed = high.high_closed and (highs != 0 or one.high_closed)
+        length = sign_of_difference(high.high, low.low)
+        if length == 1 or (length == 0 and low_closed and high_closed):
+            common.append(Interval(low.low, low_closed, high.high, high_closed))
+    return tuple(common)
+
+
+def _difference(
+    pieces: tuple[Interval, ...], removed: tuple[Interval, ...]
+) -> tuple[Interval, ...] | None:
+    left: tuple[Interval, ...] | None = pieces
+    for piece in removed:
+        below = Interval(("neg", INFINITY), False, piece.low, not piece.low_closed)
+        above = Interval(piece.high, not piece.high_closed, INFINITY, False)
+        left = left and _intersection(left, (below, above))
+    return left
+
+
+_COMBINE: dict[str, Callable[..., tuple[Interval, ...] | None]] = {
+    "∪": lambda left, right: left + right,
+    "∖": _difference,
+    "∩": _intersection,
+}
 
 
 def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:

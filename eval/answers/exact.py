@@ -58,7 +58,12 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
         return True
-    if any('"or"' in text for text in plain) and same(*map(read_as_list, plain)):
+    if any('"or"' in text for text in plain):
+        lists = [read_as_list(text) for text in plain]
+        if all(isinstance(one, Listing) for one in lists) and same(*lists):
+            return True
+    labelled = _LABELLED.fullmatch(plain[0].replace('"', " ").strip())
+    if labelled and same(read_answer(labelled.group(1)), answers[1]):
         return True
     is_list = any(isinstance(answer, Listing) for answer in answers)
     return is_list and all("," in text for text in plain) and same(*map(read_ungrouped, plain))
@@ -376,6 +381,7 @@ _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
 _CHOSEN = re.compile(
     r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
+_LABELLED = re.compile(r"(?:\(\s*[A-J]\s*\)|[A-J]\s*[.:)](?=\s))\s*(.+)")  # `(A) 5` answers 5, too
 _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
 

@@ -176,17 +176,26 @@ class _Parser:
         node = self.primary()
         while True:
             if self.accept("^"):
-                node = ("pow", node, self.exponent())
+                node = _power(node, self.exponent())
             elif self.accept("!"):
                 node = ("call", "factorial", node)
             elif self.accept("°"):
-                node = ("deg", node)
+                node = ("deg", self.with_minutes(node))
             elif self.accept("'"):
                 node = ("call", "prime", node)
             elif self.accept("%"):
                 node = ("div", node, ("num", Fraction(100)))
             else:
                 return node
+
+    def with_minutes(self, degrees: Node) -> Node:
+        """45°30'15'': minutes have one mark, seconds two."""
+        for num_marks, parts in ((1, 60), (2, 3600)):
+            marks = [self.peek(offset) == ("other", "'") for offset in (1, 2)]
+            if self.peek()[0] == "number" and marks == [True, num_marks == 2]:
+                degrees = ("add", degrees, ("num", _number_of(self.take()[1]) / parts))
+                self.position += num_marks
+        return degrees
 
     def exponent(self) -> Node:
         with self.deeper():
@@ -216,7 +225,16 @@ class _Parser:
             return ("call", "abs", node)
         if kind == "other" and value == "∞":
             return ("inf",)
+        if kind == "other" and value in "_^":
+            return self.combination()
         raise NotReadableError(f"unexpected {value!r}")
+
+    def combination(self) -> Node:
+        """_{10}C_3"""
+        above = self.argument()
+        if self.take() != ("letter", "C") or not self.accept("_"):
+            raise NotReadableError("no combination")
+        return ("call", "binom", above, self.argument())
 
     def letter(self, name: str) -> Node:
         name = self.subscripted(name)
@@ -332,6 +350,15 @@ _UNREADABLE = frozenset(
 )
 
 
+def _power(base: Node, exponent: Node) -> Node:
+    """C_{10}^3 and C_n^k are binomial coefficients; C_1^2 is the square of a constant."""
+    above = parse_expression(base[1][2:]) if base[0] == "var" and base[1][:2] == "C_" else None
+    is_number = above is not None and above[0] == exponent[0] == "num" and above[1] >= exponent[1]
+    if above is not None and (is_number or "n" in base[1]):
+        return ("call", "binom", above, exponent)
+    return ("pow", base, exponent)
+
+
 def _signed(left: Node, sign: str, right: Node) -> Node:
     return (
         (_SIGNS[sign], left, right)
@@ -351,7 +378,7 @@ def _is_proper(node: Node) -> bool:
 def _tokens_of(text: str) -> list[tuple[str, str]]:
     """Tokenize into (kind, text)."""
     tokens: list[tuple[str, str]] = []
-    text = re.sub(r"\^\s*\{\s*('+)\s*\}", r"\1", text)
+    text = re.sub(r"\^\s*\{?\s*('[\s']*)\}?", r"\1", text.replace("{}", ""))
     for match in _TOKEN.finditer(text):
         kind = str(match.lastgroup)
         value = match.group(kind)

@@ -36,6 +36,7 @@ _CHARACTERS = {
     "⟨": "〈",
     "⟩": "〉",
     "'": "‘’′",
+    "''": "″",
     "°": "º˚℃",
     "|": "∣",
     "~": "∼〜",
@@ -176,6 +177,8 @@ def clean(text: str) -> str:
         "°",
         text,
     )
+    if "\\choose" in text:
+        text = re.sub(r"\{?([^{}]*?)\\choose([^{}]*)\}?", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°", text)
     text = re.sub(r"(?<=\d)[\s~]*(?:\\[,;: ])?[\s~]*\\Omega\s*$", " \\\\text{ohm}", text)
     text = _commands(text)
@@ -316,6 +319,8 @@ def _styled(name: str, inner: str) -> str:
         if word in FUNCTIONS:
             return f"\\{word} "
         return word if len(word) < 2 or not re.fullmatch(r"[A-Za-z. /]+", word) else _quoted(word)
+    if inner.strip().lower() in FUNCTIONS - {"min", "sec"}:
+        return f"\\{inner.strip().lower()} "
     return _quoted(_commands(inner))
 
 

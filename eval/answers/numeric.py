@@ -53,8 +53,8 @@ def _exact(node: Node) -> Fraction:
             return -_exact(child)
         case "pow", base, exponent:
             return _exact_power(_exact(base), _exact(exponent))
-        case "call", "factorial", argument:
-            return _exact_factorial(_exact(argument))
+        case "call", name, *arguments if name in _WHOLE:
+            return _exact_call(name, [_exact(argument) for argument in arguments])
         case kind, left, right if kind in _OPERATORS:
             values = _exact(left), _exact(right)
             if sum(value.numerator.bit_length() for value in values) > MAX_BITS:
@@ -72,10 +72,19 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _exact_factorial(value: Fraction) -> Fraction:
-    if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-        raise NoValueError("no small factorial")
-    return Fraction(math.factorial(int(value)))
+_WHOLE: dict[str, Callable[..., int]] = {
+    "factorial": math.factorial,
+    "binom": math.comb,
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+}
+
+
+def _exact_call(name: str, values: Sequence[Fraction]) -> Fraction:
+    limit = MAX_FACTORIAL if name in ("factorial", "binom") else 10**DIGITS
+    if any(value.denominator != 1 or not 0 <= value <= limit for value in values):
+        raise NoValueError("no small whole numbers")
+    return Fraction(_WHOLE[name](*map(int, values)))
 
 
 def variables(node: Node) -> frozenset[str]:
@@ -83,6 +92,15 @@ def variables(node: Node) -> frozenset[str]:
     if node[0] == "var":
         return frozenset((node[1],))
     return frozenset().union(*(variables(child) for child in node[1:] if isinstance(child, tuple)))
+
+
+def substituted(node: Node, unknown: Node, value: Node) -> Node:
+    """Return the tree with every occurrence of `unknown` replaced by `value`."""
+    if node == unknown:
+        return value
+    return tuple(
+        substituted(child, unknown, value) if isinstance(child, tuple) else child for child in node
+    )
 
 
 def mentions(node: Node, name: str) -> bool:

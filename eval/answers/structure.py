@@ -7,14 +7,11 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 
 from eval.answers.answers import (
-    INFINITY,
     REALS,
     Answer,
     Approximate,
-    Interval,
     Listing,
     Matrix,
     Named,
@@ -24,8 +21,8 @@ from eval.answers.answers import (
     Value,
     Words,
     as_region,
+    combined,
     merged,
-    ordered,
     region_of_inequality,
 )
 from eval.answers.expression import Node, parse_expression
@@ -170,8 +167,12 @@ def _combined(items: list[Answer], has_or: bool) -> Answer:
         return points[0] if len(points) == 1 else Listing(points)
     regions = [region for item in items if (region := as_region(item)) is not None]
     pieces = tuple(piece for region in regions for piece in region.pieces)
-    if all(isinstance(item, Region) for item in items) and len(merged(pieces) or ()) == len(pieces):
-        return Region(pieces)
+    if all(isinstance(item, Region) for item in items):
+        if len(merged(pieces) or ()) == len(pieces):
+            return Region(pieces)
+        is_one = len({region.variable for region in regions}) == 1
+        if is_one and not has_or and (common := combined("∩", regions)):  # x > 2, x < 5
+            return common
     return Region(pieces) if has_or and len(regions) == len(items) else Listing(_flattened(values))
 
 
@@ -288,30 +289,21 @@ def _is_constant(text: str) -> bool:
     return node is not None and not variables(node)
 
 
+_MINUS = re.compile(r"(?<=ℝ)\s*-\s*|(?<=[)\]])\s*-\s*(?=⦃)")
+
+
 def _read_region(text: str, nesting: int) -> Answer | None:
-    """Parse a union of intervals and sets, or the real line without some points."""
-    pieces, found = split_at(text, "∪")
-    if found:
-        parts = [read_one(piece, nesting + 1) for piece in pieces]
-        sets = [part for part in parts if isinstance(part, Listing) and part.is_set]
-        if len(sets) == len(parts):
-            return Listing(tuple(item for part in sets for item in part.items), True)
-        regions = [as_region(part) for part in parts]
-        if any(region is None for region in regions):
-            return None
-        return Region(tuple(piece for region in regions if region for piece in region.pieces))
-    pieces, found = split_at(text.replace("\\ ", "∖"), "∖-" if "ℝ" in text else "∖")
-    if len(found) != 1 or not all(pieces):
+    """Parse a union, difference or intersection of intervals and sets."""
+    text = _MINUS.sub("∖", text.replace("\\ ", "∖"))
+    operator = next((one for one in "∪∖∩" if split_at(text, one)[1]), None)
+    if operator is None:
         return None
-    whole, removed = as_region(read_one(pieces[0], nesting + 1)), read_one(pieces[1], nesting + 1)
-    if whole != Region(REALS) or not isinstance(removed, Listing):
-        return None
-    points = [item.node for item in removed.items if isinstance(item, Value)]
-    in_order = ordered(points) if len(points) == len(removed.items) else None
-    if in_order is None:
-        return None
-    ends = [("neg", INFINITY), *in_order, INFINITY]
-    return Region(tuple(Interval(a, False, b, False) for a, b in pairwise(ends)))
+    parts = [read_one(piece, nesting + 1) for piece in split_at(text, operator)[0]]
+    sets = [part for part in parts if isinstance(part, Listing) and part.is_set]
+    if operator == "∪" and len(sets) == len(parts):
+        return Listing(tuple(item for part in sets for item in part.items), True)
+    regions = [region for part in parts if (region := as_region(part)) is not None]
+    return combined(operator, regions) if len(regions) == len(parts) else None
 
 
 _MATRIX = re.compile(r"^(.*?)\s*\*?\s*⟦([^⟦⟧]*)⟧(\s*\^\s*\{?\s*(?:T|\\top\s*)\s*\}?)?$")
