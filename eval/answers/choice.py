@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from itertools import pairwise
 
 from eval.answers.extraction import MAX_CHARS, after_thinking, boxes_side_by_side, find_boxes
@@ -44,6 +45,8 @@ _IN_A_WORD = re.compile(
     | (?:is|are)\s(?:both\s|the\s)?(?:correct|right|true|best)\b
     | 选项|[两三四五]?项|[都均是]*(?:正确|对)|因为|由于 )[^\W_]"""
 )
+
+_GOLD = re.compile(r"\s*[(\[]?[A-J][)\]]?(?:[\s,;、/&]*[(\[]?[A-J][)\]]?)*\.?\s*|\s*[A-J][.):]\s.*")
 
 
 def find_options(response: str) -> str:
@@ -129,3 +132,8 @@ def _listed(text: str, position: int) -> set[str]:
         found.append(match.group(1))
         separator = joined.group(1) if joined else ""
     return set("".join(found))
+
+
+def are_options(golds: Iterable[str]) -> bool:
+    """True if all gold answers are letters of options, as in "B", "BD", "A, C" or "B. Bonds"."""
+    return all(map(_GOLD.fullmatch, golds))

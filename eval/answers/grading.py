@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from eval import EvaluationError, InputError
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench, without_thinking
-from eval.answers.choice import find_options
+from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import Found, find_answer
 from eval.answers.latex import MAX_ANSWER_CHARS
 from eval.answers.pool import CallFailed, Pool, StartFailed
@@ -132,7 +132,9 @@ class ChoiceGrader(Grader):
         if response is None:
             return _REQUEST_FAILED
         answer = find_options(response) or None
-        verdict: Verdict = "right" if answer == gold else "wrong" if answer else "no_answer"
+        verdict: Verdict = (
+            "right" if answer == option_letters(gold) else "wrong" if answer else "no_answer"
+        )
         return Grade(answer, _unless_cut(finish_reason, verdict))
 
 

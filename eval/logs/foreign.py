@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import parse_json
+from eval.answers.choice import are_options
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
@@ -39,7 +40,6 @@ _DIRECTIONS = (
     "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or "
     "file"
 )
-_OPTIONS = re.compile(r"[A-J]{1,10}")
 _WORD = re.compile(r"[A-Za-z]{2,}|[\u4e00-\u9fff]{2}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _MAX_ANSWER_WORDS = 20
@@ -68,7 +68,7 @@ def import_log(path: str | Path, output: str | Path) -> Summary:
     log = read_log(Path(path))
     golds = {row.gold for row in log.rows}
     options = {row.id: tuple((row.details or {}).get("options", ())) for row in log.rows}
-    is_choice = all(map(_OPTIONS.fullmatch, golds))
+    is_choice = are_options(golds)
     kind = GRADERS[
         "loglikelihood" if any(options.values()) else "choice" if is_choice else "mathematics"
     ]

@@ -101,7 +101,7 @@ def columns_of(path: Path, split: Split = "test") -> list[str]:
     return list(next(iterate_rows(path, split=split), {}))
 
 
-def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
+def merge_repeats(path: Path | str, problems: Sequence[Problem]) -> list[Problem]:
     """Return distinct problems with row counts; rows with the same prompt are samples of one.
 
     Raises ProblemsError if such rows have different gold answers, or if different problems share an
@@ -118,8 +118,9 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
         raise ProblemsError(
-            f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); "
-            "rows with the same prompt are samples of one problem: correct the file"
+            f"{path}: different gold answers for the same prompt ({first}; prompts in all: "
+            f"{len(unequal)}); rows with the same prompt are samples of one problem, so correct "
+            "the file"
         )
     distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
     counts = Counter((problem.dataset, problem.id) for problem in distinct)
@@ -183,7 +184,7 @@ def _chosen_in(folder: Path, split: Split) -> list[str]:
     chosen = of_split(str(folder), names, split)
     if others := [name for name in names if is_rows(name) and name not in chosen]:
         use = f"{folder}: rows to {_USES[split]} from {_listed(chosen)}"
-        _log_once(f"{use}; not from {_listed(others)}")
+        log_once(logger, f"{use}; not from {_listed(others)}")
     return chosen
 
 
@@ -227,7 +228,8 @@ def of_split(source: str, names: Sequence[str], split: Split) -> list[str]:
 
 
 @functools.cache
-def _log_once(text: str) -> None:
+def log_once(logger: logging.Logger, text: str) -> None:
+    """Log a text that several steps of a command would repeat."""
     logger.info(text)
 
 

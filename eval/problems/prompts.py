@@ -102,6 +102,16 @@ TEMPLATES: dict[str, Template] = {
             "End with one line that holds the final answer and nothing else, within \\boxed{}.",
         ),
         Template("few-shot", f"{_FEW_SHOT}Problem:\n{PLACE}\n\nSolution:\n", stop=("\nProblem:",)),
+        Template(
+            "choice",
+            PLACE + "\n\nPlease reason step by step, and put the letter of the right option within "
+            "\\boxed{}, such as \\boxed{A}.",
+        ),
+        Template(
+            "choices",
+            PLACE + "\n\nPlease reason step by step, and put the letters of all right options "
+            "within \\boxed{}, such as \\boxed{AC}.",
+        ),
         Template("bare", PLACE),
         Template("given", PLACE),
     )

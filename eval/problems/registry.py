@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from downloads.nearest import nearest
+from eval.answers.choice import are_options, option_letters
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
+from eval.problems.columns import Layout, answered, complete, parts_besides, schema_of
 from eval.problems.files import (
     columns_of,
     find_schema,
+    iterate_problems,
     iterate_rows,
+    log_once,
     merge_repeats,
     problems_of,
     read_problems,
 )
 from eval.problems.items import EvaluationSet, Item, Problem
+from eval.problems.options import (
+    LETTERS,
+    AnswerAs,
+    Options,
+    decide,
+    listed_in,
+    options_in,
+    readings,
+)
 from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
 from eval.problems.rows import (
     CHAT,
     INTEGER_ANSWER,
     PREPARED,
-    SOLVED,
+    QUESTION,
     ProblemSet,
     Row,
-    guess_columns,
-    schema_with,
+    Split,
 )
 from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 from eval.problems.sources import fetch
+from eval.problems.values import PICTURE, Unusable, text_in
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +60,11 @@ SUITES: dict[str, tuple[str, ...]] = {
     "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva")
 }
 POOLED = "pooled"  # names all benchmarks of a suite together
-# The default for the user's own files: DAPO-Math-17k's schema, or {problem, answer}.
-OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED))
+OWN = ProblemSet("own", "your own file", "yours", (CHAT,))
+NOTHING_GIVEN = Layout()
 
 NUM_TRIED = 50  # rows used to recognize the schema of a file
-_LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OPTIONS_TEMPLATE = Template("loglikelihood", PLACE + "\nAnswer:")
-_LISTED = re.compile(r"^\s*\(?([A-Z])[.):．、：]\s*\S", re.MULTILINE)
 
 
 def find_set(name: str) -> ProblemSet:
@@ -94,34 +105,101 @@ def read_as(
 def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
     """True if the schema does more than name columns, as with answers inside texts, or options."""
     return any(
-        not {problem.text, problem.gold} <= {str(value) for value in row.values()}
+        not {problem.text, problem.gold} <= {_text_or_none(value) for value in row.values()}
         for row, problem in found
     )
+
+
+def _text_or_none(value: Any) -> str | None:
+    with contextlib.suppress(Unusable):
+        return text_in(value)
+    return None
 
 
 def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
     """Return the registered set whose special schema reads all rows; None without one."""
     for known in SETS.values():
-        if known.name != "choice" and _is_unmistakable(read_as(path, rows, known)):
+        is_common = known.name == CHOICE.name or any(schema.is_common for schema in known.schemas)
+        found = [] if is_common else read_as(path, rows, known)
+        if _is_unmistakable(found) and not parts_besides(rows, tuple(found[0][0])):
             return known
     return None
 
 
-def recognize(path: Path) -> ProblemSet:
-    """Return how to read the user's own file: OWN, a registered set's schema, or usual names."""
-    rows = list(itertools.islice(iterate_rows(path), NUM_TRIED))
-    if not rows or any(read_as(path, [row], OWN) for row in rows):
+def find_layout(path: Path, rows: Sequence[Row], split: Split, given: Layout) -> Layout:
+    """Return the layout of the user's own file: columns as `given`, the others recognised.
+
+    `rows` are its first rows. Raises ProblemsError.
+    """
+    layout = complete(path, rows, given)
+    if not layout.options or layout.answer_as is not None:
+        return layout
+    schema = schema_of(layout, tuple(rows[0]), has_usual_details=False)
+    pairs = answered(iterate_rows(path, (schema,), split), layout)
+    return replace(layout, answer_as=decide(path, pairs))
+
+
+def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) -> ProblemSet:
+    """Return how to read the user's own file: DAPO-Math-17k's schema, a registered set's, or the
+    columns that are `given` and those with usual names. Raises ProblemsError.
+    """
+    rows = first_rows(path, split)
+    if not rows:
         return OWN
-    if (known := published_as(path, rows)) is not None:
-        advice = f"--dataset {known.name} checks that the set is complete"
-        logger.info("%s: rows as in %s; %s", path, known.name, advice)
-        return replace(known, name=OWN.name, num_items=None)
-    problem, answer = guess_columns(rows[0])
-    if problem is None or answer is None:
-        return OWN
-    places = f"the problem is in column {problem} and the answer in {answer}"
-    logger.info("%s: %s, by their names", path, places)
-    return replace(OWN, schemas=(schema_with(problem, answer),))
+    if not given.names_columns and set(CHAT.columns) <= rows[0].keys():
+        used = (*CHAT.columns, *CHAT.others, *given.elsewhere)
+        known = replace(OWN, reading="columns of DAPO-Math-17k")
+    elif not given.names_columns and (published := published_as(path, rows)) is not None:
+        reading = f"rows as in {published.name}"
+        advice = f"--dataset {published.name} checks that the set is complete"
+        log_once(logger, f"{path}: {reading}; {advice}")
+        return replace(published, name=OWN.name, num_items=None, reading=reading)
+    else:
+        layout = find_layout(path, rows, split, given)
+        used = layout.columns
+        schema = schema_of(layout, tuple(rows[0]), has_usual_details=not given.names_columns)
+        known = replace(OWN, schemas=(schema,), reading=layout.describe())
+        if {"problem", "answer"} != {*used}:
+            log_once(logger, f"{path}: {known.reading}")
+    _require_text(path, rows, known)
+    known = _as_choice(path, split, known)
+    return replace(known, left_out=parts_besides(rows, used))
+
+
+def first_rows(path: Path, split: Split) -> list[Row]:
+    """Return the rows that a file is recognised by."""
+    return list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
+
+
+def _require_text(path: Path, rows: Sequence[Row], known: ProblemSet) -> None:
+    """Raise ProblemsError if most of the first rows have pictures."""
+    read = problems_of(path, rows, known.schemas)
+    numbers = [str(number) for number, _, problem in read if str(problem) == PICTURE]
+    if len(numbers) > len(rows) / 2:
+        raise ProblemsError(
+            f"{path}: of the first {len(rows)} rows, {len(numbers)} have {PICTURE} (rows "
+            f"{', '.join(numbers[:5])}{', ...' if numbers[5:] else ''}): remove these rows, or use "
+            "a set of texts"
+        )
+
+
+def scorer_of(golds: Iterable[str]) -> str:
+    """Return the scorer of the user's own gold answers: `choice` if all are letters of options."""
+    return CHOICE.scorer if are_options(golds) else OWN.scorer
+
+
+def _as_choice(path: Path, split: Split, known: ProblemSet) -> ProblemSet:
+    """Return the set as multiple choice if all of its gold answers are letters of options."""
+    template = None
+    for _, _, problem in iterate_problems(path, known.schemas, split):
+        if isinstance(problem, Problem):
+            if scorer_of([problem.gold]) == OWN.scorer:
+                return known
+            is_several = len(option_letters(problem.gold)) > 1 or template == "choices"
+            template = "choices" if is_several else "choice"
+    if template is None:
+        return known
+    return replace(known, scorer=CHOICE.scorer, grader=CHOICE.grader, template=template)
 
 
 @dataclass(frozen=True)
@@ -245,105 +323,62 @@ def _items_with_options(problems: Sequence[Problem], template: Template) -> tupl
     is right.
     """
     system = f"{template.system}\n\n" if template.system else ""
-    options = [_options_of(problem) for problem in problems]
-    golds: dict[str, int] = {}
-    # the sets of one file may differ
-    for dataset in {problem.dataset: None for problem in problems}:
-        members = [
-            pair for pair in zip(problems, options, strict=True) if pair[0].dataset == dataset
-        ]
-        golds |= _gold_indices(members)
-    return tuple(
-        Item(
-            problem.id,
-            system + template.render(one.question),
-            one.texts[golds[problem.id]],
-            problem.subject,
-            problem.level,
-            one.texts,
+    asked = {problem.id: _options_of(problem) for problem in problems}
+    by_set: dict[str, list[Problem]] = {}  # the sets of one file may differ
+    for problem in problems:
+        by_set.setdefault(problem.dataset, []).append(problem)
+    meanings = {name: _meaning(name, members, asked) for name, members in by_set.items()}
+    items = []
+    for problem in problems:
+        question, options = asked[problem.id]
+        letters = readings(options, _answer(problem)).get(meanings[problem.dataset], "")
+        if len(letters) != 1:
+            raise ProblemsError(
+                f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but "
+                f"this problem has {len(options.texts)} options and the answer {problem.gold!r}; "
+                "correct it, or set evaluate.mode=generate"
+            )
+        items.append(
+            Item(
+                problem.id,
+                system + template.render(question),
+                options.texts[LETTERS.index(letters)],
+                problem.subject,
+                problem.level,
+                options.texts,
+            )
         )
-        for problem, one in zip(problems, options, strict=True)
-    )
+    return tuple(items)
 
 
-class _Options(NamedTuple):
-    question: str
-    texts: tuple[str, ...]
-    labels: tuple[str, ...]
-    has_integer_labels: bool = False
-
-
-def _options_of(problem: Problem) -> _Options:
-    """Return the options of a problem, and its text without a last paragraph asking for a box."""
+def _options_of(problem: Problem) -> tuple[str, Options]:
+    """Return the problem without options and a last paragraph asking for a box, and its options."""
     question, _, last = problem.text.rpartition("\n\n")
     question = question if question and "\\boxed" in last else problem.text
-    given = problem.extra_info.get("choices")
-    # ARC's {text: [...], label: [...]}
-    texts = given.get("text") if isinstance(given, Mapping) else given
-    labels = given.get("label") if isinstance(given, Mapping) else None
-    if not isinstance(texts, list | tuple) or not texts:
-        listed = list(dict.fromkeys(_LISTED.findall(question)))
-        texts = labels = listed if "".join(listed) == _LABELS[: len(listed)] else ()
-    if len(texts) < 2:
+    if given := problem.extra_info.get("choices"):
+        question = problem.extra_info.get(QUESTION, question)
+        with contextlib.suppress(Unusable):
+            return question, options_in({"choices": given})
+    listed = listed_in(question)
+    if len(listed) < 2:
         raise ProblemsError(
             f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but "
-            f"this problem has {len(texts)} options and the answer {problem.gold!r}; list options "
-            "as lines A., B., ... or as `choices`, or set evaluate.mode=generate"
+            f"this problem has {len(listed)} options and the answer {problem.gold!r}; list options "
+            "as lines A., B., ... or in a column `choices`, or set evaluate.mode=generate"
         )
-    labels = labels or _LABELS[: len(texts)]
-    is_integer = all(type(label) is int for label in labels)
-    return _Options(question, tuple(map(str, texts)), tuple(map(str, labels)), is_integer)
+    return question, Options(listed, listed)
 
 
-def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]:
-    """Return the index of each problem's right option; a set's golds are read in one way.
-
-    They are all labels, all texts or all indices from 0. Raises ProblemsError if none of these fits
-    all of them, or if several do and differ.
-    """
-    found = [_readings(*member) for member in members]
-    complete = [name for name in _READINGS if all(name in one for one in found)]
-    if not complete:
-        counts = {name: sum(name in one for one in found) for name in _READINGS}
-        most = max(_READINGS, key=counts.__getitem__)
-        problem, options = next(
-            pair for pair, one in zip(members, found, strict=True) if most not in one
-        )
-        fits = ", ".join(f"{counts[name]} are {name}" for name in _READINGS)
-        raise ProblemsError(
-            "evaluate.mode=loglikelihood needs one right option of several, named in one way by "
-            f"all rows: of {len(members)} answers, {fits}. {problem.id} has {len(options.texts)} "
-            f"options and the answer {problem.gold!r}: correct the answers, or set "
-            "evaluate.mode=generate"
-        )
-    unclear = [
-        problem
-        for (problem, _), one in zip(members, found, strict=True)
-        if len({one[name] for name in complete}) > 1
-    ]
-    if unclear:
-        first = ", ".join(f"{problem.id}: {problem.gold!r}" for problem in unclear[:3])
-        raise ProblemsError(
-            f"all {len(members)} answers can be read as {' and as '.join(complete)} of the "
-            f"options, and {len(unclear)} then mean different options ({first}): write the key "
-            "`answer` as the option's letter (A, B, ...) or as its index from 0, a JSON integer "
-            "without quotes"
-        )
-    return {problem.id: one[complete[0]] for (problem, _), one in zip(members, found, strict=True)}
+def _meaning(
+    name: str, problems: Sequence[Problem], asked: Mapping[str, tuple[str, Options]]
+) -> AnswerAs:
+    """Return what the gold answers of a set are of its options."""
+    if all(QUESTION in problem.extra_info for problem in problems):
+        return "letter"
+    pairs = [(asked[problem.id][1], _answer(problem)) for problem in problems]
+    return decide(name or "evaluate.mode=loglikelihood", pairs)
 
 
-_READINGS = ("labels", "texts", "indices")
-
-
-def _readings(problem: Problem, options: _Options) -> dict[str, int]:
-    """Return the right option's index under each reading that fits; integers never name texts."""
-    names = {
-        "labels": options.labels,
-        "texts": options.texts,
-        "indices": tuple(map(str, range(len(options.texts)))),
-    }
-    if problem.extra_info.get(INTEGER_ANSWER):
-        kept = "labels" if options.has_integer_labels else "indices"
-        names = {kept: names[kept]}
-    gold = problem.gold.strip()
-    return {name: known.index(gold) for name, known in names.items() if gold in known}
+def _answer(problem: Problem) -> Any:
+    """Return the gold answer as it is in the file, an integer if it is one there."""
+    return int(problem.gold) if problem.extra_info.get(INTEGER_ANSWER) else problem.gold

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,26 +13,24 @@ from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
-from eval.problems.prompts import Message
+from eval.problems.values import (
+    PICTURE,
+    Unusable,
+    chat_of,
+    is_missing,
+    require_no_picture,
+    text_in,
+)
 
 Row = Mapping[str, Any]
-# Usual names of the user's own columns, the likeliest first.
-PROBLEM_COLUMNS = (
-    "problem question query prompt instruction input messages conversation text".split()
-)
-ANSWER_COLUMNS = (
-    "answer final_answer gold ground_truth expected target label solution output".split()
-)
+PICTURES = ("images", "image", "videos", "video", "audios", "audio")  # verl's columns
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
-# In extra_info beside `choices`, because gold answers are texts.
-INTEGER_ANSWER = "is_integer_answer"
+# In extra_info beside `choices`: the gold answer, a text, is an integer in the file; the problem
+# without its options, whose gold answer is a letter.
+INTEGER_ANSWER, QUESTION = "is_integer_answer", "question_without_options"
 
 _PINNED = re.compile(r"#sha256=[0-9a-f]{64}$|@[0-9a-f]{40}(?:/|$)")
-
-
-class Unusable(ValueError):
-    """A row is not a problem. The message gives the reason without the row's content."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Schema:
     columns: tuple[str, ...]
     read: Callable[[Row], Problem]
     others: tuple[str, ...] = ("index", "unique_id", "id", "idx", "subject", "level", "data_source")
+    is_common: bool = False  # any file may have these columns, so they suggest no set
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,8 @@ class ProblemSet:
     scorer: str = "exact"
     template: str = "aisbench"
     grader: GraderName = "mathematics"
+    reading: str = ""  # of the user's own file: what its columns are taken for
+    left_out: tuple[str, ...] = ()  # columns that seem to hold parts of its problems
 
     def source(self, split: Split, hub: Hub | None = None) -> str:
         """Return the reference of a split, by default on the default hub. Raises ProblemsError."""
@@ -102,16 +103,9 @@ class ProblemSet:
 
 
 def text_of(row: Row | None, *keys: str) -> str | None:
-    """Return the first value that is not blank as text, else None."""
-    for key in keys:
-        value = None if row is None else row.get(key)
-        if value is None:
-            continue
-        if isinstance(value, datetime.datetime) and value.time() == datetime.time():
-            value = value.date()  # pyarrow reads "2024-01-01" in JSON as a timestamp
-        if (text := str(value)).strip():
-            return text
-    return None
+    """Return the first value that is not missing as text, else None. Raises Unusable."""
+    texts = (text_in(row.get(key), key) for key in keys) if row is not None else ()
+    return next((text for text in texts if text is not None), None)
 
 
 def needed(value: str | None, reason: str) -> str:
@@ -126,27 +120,19 @@ def problem_of(
 ) -> Problem:
     """Make a problem with the id, subject and level from `details`, by default the row."""
     details = row if details is None else details
-    fields.setdefault("subject", text_of(details, "subject", "subfield", "type", "topic", "名称"))
-    fields.setdefault("level", text_of(details, "level", "difficulty", "task"))
-    identity = text_of(details, "index", "unique_id", "id", "idx") or ""
+    fields.setdefault("subject", _detail(details, "subject", "subfield", "type", "topic", "名称"))
+    fields.setdefault("level", _detail(details, "level", "difficulty", "task"))
+    identity = _detail(details, "index", "unique_id", "id", "idx") or ""
     return Problem(identity, text, gold, data_source=text_of(row, "data_source"), **fields)
 
 
-def chat_of(value: Any) -> tuple[Message, ...] | None:
-    """Parse a list of {role, content}, or its JSON. None if it is none or ends blank."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    if not isinstance(value, list) or not value:
-        return None
-    is_chat = all(
-        isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in value
-    )
-    if not is_chat or not value[-1]["content"].strip():
-        return None
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+def _detail(row: Row, *keys: str) -> str | None:
+    """Return the first of these values that is a text, else None."""
+    for key in keys:
+        with contextlib.suppress(Unusable):
+            if (text := text_of(row, key)) is not None:
+                return text
+    return None
 
 
 def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
@@ -158,6 +144,11 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
     messages = chat_of(row["prompt"])
     if messages is None:
         raise Unusable("an empty prompt or one that is not chat messages")
+    if messages[-1]["role"] == "assistant":
+        raise Unusable("a prompt that ends with an answer of the assistant")
+    if any(not is_missing(row.get(name)) for name in PICTURES):
+        raise Unusable(PICTURE)
+    require_no_picture(messages[-1]["content"])
     model = row["reward_model"]
     gold = needed(
         text_of(model if isinstance(model, Mapping) else None, "ground_truth"),
@@ -172,8 +163,8 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         raise Unusable(
             "an extra_info that is not a JSON object, the form in which checkpoints store it"
         )
-    if info and "choices" in info:
-        info = {**info, **_options(info["choices"], model.get("ground_truth"))}
+    if info and info.get("choices") and type(model.get("ground_truth")) is int:
+        info = {**info, INTEGER_ANSWER: True}
     return problem_of(
         row,
         text_of(row, "problem") or bare(messages[-1]["content"]),
@@ -189,62 +180,23 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
 
 
 def read_solved(row: Row) -> Problem:
-    """Read MATH: {problem, solution or answer}. Gold is the solution's last box, else the answer.
-
-    `choices` holds option texts for evaluate.mode=loglikelihood.
-    """
+    """Read MATH: {problem, solution or answer}. Gold: the solution's last box, else the answer."""
     text = needed(text_of(row, "problem"), "no problem")
     gold = extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
-    info = _options(row.get("choices"), row.get("answer"))
-    return problem_of(
-        row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info
-    )
-
-
-def _options(choices: Any, answer: Any) -> dict[str, Any]:
-    """Return the options as stored in extra_info, and whether the answer is an integer."""
-    if not choices:
-        return {}
-    return {"choices": choices} | ({INTEGER_ANSWER: True} if type(answer) is int else {})
+    return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"))
 
 
 # DAPO-Math-17k's schema, which training reads; extra_info is optional.
 CHAT = Schema(
     ("data_source", "prompt", "reward_model"),
     read_chat,
-    ("extra_info", "problem", "dataset", "weight", "template", "grader"),
+    ("extra_info", "problem", "dataset", "weight", "template", "grader", *PICTURES),
 )
 # What `dapo prepare-data` writes: the same with each row's set, template and grader.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
 SOLVED = Schema(
-    ("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices")
+    ("problem",),
+    read_solved,
+    (*Schema.others, "solution", "answer", "type", "subfield"),
+    is_common=True,
 )
-
-
-def guess_columns(
-    names: Collection[str], given: Mapping[str, str] | None = None
-) -> tuple[str | None, str | None]:
-    """Return the columns with problem and answer: as `given`, else by name, else None."""
-    given = given or {}
-    by_word = {name.lower().strip(): name for name in names if name not in given.values()}
-    problem = given.get("problem") or next(
-        (by_word[word] for word in PROBLEM_COLUMNS if word in by_word), None
-    )
-    answers = (
-        by_word[word] for word in ANSWER_COLUMNS if word in by_word and by_word[word] != problem
-    )
-    return problem, given.get("answer") or next(answers, None)
-
-
-def schema_with(problem: str, answer: str) -> Schema:
-    """Return the schema of rows with problem (text or chat) and answer in these columns."""
-
-    def read(row: Row) -> Problem:
-        messages = chat_of(row[problem])
-        text = (
-            messages[-1]["content"] if messages else needed(text_of(row, problem), f"no {problem}")
-        )
-        gold = needed(text_of(row, answer), f"no {answer}").strip()
-        return problem_of(row, text, gold, messages=messages)
-
-    return Schema((problem, answer), read)

@@ -9,6 +9,8 @@ from pydantic import Field, ValidationInfo, field_serializer, field_validator, m
 
 from dapo_core.config.fields import Entry, Section, key, volatile
 from dapo_core.config.training import PromptsConfig
+from eval.problems.columns import Layout
+from eval.problems.options import AnswerAs
 
 
 class ArithmeticConfig(Section):
@@ -21,11 +23,21 @@ class ArithmeticConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Column names of the user's own rows. Unset: DAPO-Math-17k's schema, or {problem, answer}."""
+    """Column names of the user's own rows; `a.b` is a key of an object. Unset: by usual names."""
 
-    problem: str | None = key(None, "The problem's text.")
+    problem: tuple[str, ...] | None = key(
+        None, "The problem's text, or several texts that are joined by blank lines."
+    )
     messages: str | None = key(None, "A chat that ends with the problem, instead of `problem`.")
+    options: tuple[str, ...] | None = key(
+        None, "The options, in one column or in a column for each; []: the problem has none."
+    )
     answer: str | None = key(None, "The gold answer.")
+    answer_as: AnswerAs | None = key(
+        None,
+        "What the gold answer is of the options: letter, text, index from 0 or number from 1. "
+        "Unset: whatever fits the answers.",
+    )
     id: str | None = key(None, "A unique id of the row.")
     subject: str | None = key(None, "Subject, for grouping in the report.")
     level: str | None = key(None, "Difficulty level, for grouping in the report.")
@@ -33,18 +45,26 @@ class ColumnsConfig(Section):
     system: str | None = key(None, "A system prompt per row.")
 
     @property
-    def is_set(self) -> bool:
-        """True if any column is named."""
-        return any(getattr(self, name) is not None for name in type(self).model_fields)
+    def layout(self) -> Layout:
+        """The named columns."""
+        named = {name: value for name, value in dict(self).items() if value is not None}
+        return Layout(**named)
+
+    @field_validator("problem", "options", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_serializer("problem", "options")
+    def _as_written(self, names: tuple[str, ...] | None) -> Any:
+        return names[0] if names is not None and len(names) == 1 else names
 
     @model_validator(mode="after")
-    def _problem_and_answer(self) -> ColumnsConfig:
-        if self.is_set and (
-            self.answer is None or (self.problem is None) == (self.messages is None)
-        ):
+    def _one_problem(self) -> ColumnsConfig:
+        if self.problem and self.messages is not None:
             raise ValueError(
-                "data.columns needs data.columns.answer and one of data.columns.problem and "
-                "data.columns.messages"
+                f"data.columns.problem={', '.join(self.problem)} and "
+                f"data.columns.messages={self.messages} both name the problem; remove one"
             )
         return self
 

@@ -44,6 +44,8 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
         "source": source.origin(),
         "licence": source.known.licence,
         "files": source.files(),
+        "columns": source.known.reading,
+        "left_out": list(source.known.left_out),
         "read": count.read,
         "refused": by_reason(count.refused),
         "removed": by_reason(count.removed),

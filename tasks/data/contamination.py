@@ -10,7 +10,6 @@ and z^4 - z^2 + 1. docs/data.md shows what the rule finds in published sets.
 
 from __future__ import annotations
 
-import logging
 import re
 import unicodedata
 from collections import Counter
@@ -25,8 +24,6 @@ from dapo_core.errors import DataError
 
 if TYPE_CHECKING:
     from eval.problems.items import Problem
-
-logger = logging.getLogger(__name__)
 
 Mode = Literal["remove", "warn", "error"]
 
@@ -84,14 +81,15 @@ def find_hits(
     return hits
 
 
-def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
-    """The rows to drop from one training set: all hits for `remove`, none for `warn`.
+def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> tuple[set[int], str]:
+    """The rows to drop from one training set, and a warning if there are hits.
 
-    Raises DataError for any hit with `error`, and if no rows would be left.
+    All hits are dropped for `remove`, none for `warn`. Raises DataError for any hit with `error`,
+    and if no rows would be left.
     """
     rows = {hit.row for hit in hits}
     if not rows:
-        return rows
+        return rows, ""
     finding = (
         f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in "
         f"{_counts(hits)}"
@@ -103,17 +101,13 @@ def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
             "data.contamination=remove to train without them, or warn to keep them"
         )
     if mode == "warn":
-        logger.warning(
-            "%s; they are kept: accuracy there will partly measure memorization", finding
-        )
-        return set()
+        return set(), f"{finding}; they are kept: accuracy there will partly measure memorization"
     if len(rows) == num_rows:
         raise DataError(
             f"{finding}, which leaves none to train on. Change data.train or data.eval, or set "
             "data.contamination=warn to train on the evaluation set anyway"
         )
-    logger.warning("%s; they are left out", finding)
-    return rows
+    return rows, f"{finding}; they are left out"
 
 
 def _counts(hits: Sequence[Hit]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import IO, Any
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers
 from eval.problems import ProblemsError
+from eval.problems.files import merge_repeats
 from eval.problems.items import Problem
 from eval.problems.registry import read_held_out
+from eval.problems.rows import read_chat
 from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
@@ -25,12 +28,21 @@ from tasks.data.reading import (
     SetCount,
     advice_for,
     batched,
+    here,
     iterate_source,
     to_row,
 )
-from tasks.data.sources import ARITHMETIC, Source, benchmark_sources, eval_sources, train_sources
+from tasks.data.sources import (
+    ARITHMETIC,
+    Source,
+    benchmark_sources,
+    eval_sources,
+    require_one_grader,
+    train_sources,
+)
 
 BATCH_ROWS = 1000
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Counted = tuple[Source, SetCount]
@@ -47,13 +59,8 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
             name: write_held_out(config, sources, Path(work) / name)
             for name, sources in held_out_files(config).items()
         }
-        # by set, then text: a benchmark may also be in data.eval
-        held_out: dict[str, dict[str, Problem]] = {}
-        for name in evaluated:
-            for problem in read_held_out(Path(work) / name).problems:
-                held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
-        texts = {name: list(problems.values()) for name, problems in held_out.items()}
-        trained, hits = write_training(config, Path(work) / TRAIN_FILE, texts)
+        held_out = read_prepared([Path(work) / name for name in evaluated])
+        trained, hits = write_training(config, Path(work) / TRAIN_FILE, held_out)
         sets = [set_entry(*one) for one in itertools.chain(trained, *evaluated.values())]
         write_card(make_card(sets, hits, config.data.contamination), folder)
         for name in (TRAIN_FILE, *evaluated):
@@ -71,6 +78,15 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     }
 
 
+def read_prepared(files: Sequence[Path]) -> dict[str, list[Problem]]:
+    """The distinct problems of prepared held-out files by set; a benchmark may be in several."""
+    found: dict[str, dict[str, Problem]] = {}
+    for file in files:
+        for problem in read_held_out(file).problems:
+            found.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
+    return {name: list(problems.values()) for name, problems in found.items()}
+
+
 def held_out_files(config: ChainConfig) -> dict[str, list[Source]]:
     """The sets of each held-out file: all of data.eval in one file, each benchmark in its own."""
     benchmarks = {
@@ -83,6 +99,8 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
     """Write all rows of the given evaluation sets to one file."""
     counts, rows = list[Counted](), list[Row]()
     path.parent.mkdir(exist_ok=True)
+    sources = [here(config, source) for source in sources]
+    require_one_grader(sources)
     for source in sources:
         count = SetCount(source.name)
         counts.append((source, count))
@@ -91,7 +109,7 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
         count.require_usable(
             0.0, "Evaluation sets must be complete: correct the rows or data.columns."
         )
-        num_distinct = len({json.dumps(row["prompt"]) for row in found})
+        num_distinct = len(merge_repeats(source.path or source.name, list(map(read_chat, found))))
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
                 f"{source.key}: {source.name} has {num_distinct} problems, but the complete set "
@@ -111,7 +129,7 @@ def write_training(
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
         owners = list[SetCount]()  # the set of each kept row
         for source in train_sources(config):
-            count = SetCount(source.name)
+            source, count = here(config, source), SetCount(source.name)
             counts.append((source, count))
             for problem, row in iterate_source(config, source, count):
                 if (reason := seen.add(problem, len(owners))) is not None:
@@ -163,9 +181,10 @@ def _find_held_out(
         if source.is_generated:
             sets.pop(ARITHMETIC, None)  # disjoint by construction
         found = find_hits(count.name, texts, sets) if sets and end > first else []
-        dropped = {
-            first + row for row in rows_to_drop(found, end - first, config.data.contamination)
-        }
+        rows, warning = rows_to_drop(found, end - first, config.data.contamination)
+        dropped = {first + row for row in rows}
+        if warning:
+            logger.warning(warning)
         for number, hit in {first + hit.row: hit for hit in found}.items():
             if number in dropped - left_out:
                 count.remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")

@@ -81,15 +81,15 @@ class SetCount:
 def iterate_source(
     config: ChainConfig, source: Source, count: SetCount
 ) -> Iterator[tuple[Problem, Row]]:
-    """Yield the usable problems of a set with their rows, in order. Raises ProblemsError."""
+    """Yield the usable problems of a set `here` with their rows, in order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
         rows = (
             (number, row, read_chat(row)) for number, row in enumerate(_generated(config, source))
         )
     else:
-        path = source.local(Path(config.store.path) / DOWNLOADS)
-        rows = iterate_problems(path, source.schemas, source.split)
+        assert source.path is not None
+        rows = iterate_problems(source.path, source.schemas, source.split)
     for number, row, problem in rows:
         if not number and (
             missing := [name for name in source.prompt_format.columns if name not in row]
@@ -106,12 +106,17 @@ def iterate_source(
             yield problem, row
 
 
+def here(config: ChainConfig, source: Source) -> Source:
+    """The set with local files, as they are read."""
+    return source.here(Path(config.store.path) / DOWNLOADS)
+
+
 def read_source(config: ChainConfig, source: Source, limit: int | None = None) -> list[Problem]:
     """The usable problems of a set as prompts; with `limit`, the first ones only.
 
     Raises DataError or ProblemsError as preparation does; with `limit`, only if no row is usable.
     """
-    count = SetCount(source.name)
+    count, source = SetCount(source.name), here(config, source)
     found = itertools.islice(iterate_source(config, source, count), limit)
     problems = [read_chat(to_row(source, *one)) for one in found]
     if limit is None or not problems:
@@ -209,7 +214,7 @@ class Shown:
 
 def source_to_show(config: ChainConfig, is_training: bool) -> Source:
     """The first set of data.train, or of data.eval."""
-    return (train_sources(config) if is_training else eval_sources(config))[0]
+    return here(config, (train_sources(config) if is_training else eval_sources(config))[0])
 
 
 def show_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,20 +14,9 @@ from dapo_core.errors import ConfigError
 from downloads import OnProgress, Snapshot, Unreachable, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
-from eval.problems.items import Problem
 from eval.problems.prompts import DEFAULT
-from eval.problems.registry import OWN, SETS, find_set
-from eval.problems.rows import (
-    ProblemSet,
-    Row,
-    Schema,
-    Split,
-    Unusable,
-    chat_of,
-    needed,
-    problem_of,
-    text_of,
-)
+from eval.problems.registry import OWN, SETS, find_set, recognize
+from eval.problems.rows import ProblemSet, Schema, Split
 from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import canonical_json, sha256_of
 from tasks.artifacts.references import log_earlier, resolve_once
@@ -51,6 +41,7 @@ class Source:
     weight: float
     prompt_format: PromptFormat
     is_one_of_several: bool
+    given: SetConfig  # its keys, unset ones as in `data`
     benchmark: str | None = None  # its name in evaluate.benchmarks, if it is one
 
     @property
@@ -73,11 +64,12 @@ class Source:
 
     def settings(self) -> str:
         """A digest of everything besides content that determines the prepared rows."""
-        columns = [schema.columns for schema in self.known.schemas]
+        schemas = [schema.columns for schema in self.known.schemas]
         facts = {
             "name": self.name,
             "weight": self.weight,
-            "known": {"scorer": self.known.scorer, "schemas": columns},
+            "known": {"scorer": self.known.scorer, "schemas": schemas},
+            "columns": self.columns.model_dump(mode="json"),
             "prompt_format": dataclasses.asdict(self.prompt_format),
             "reference": self.reference,
             "several": self.is_one_of_several,
@@ -94,10 +86,41 @@ class Source:
         """A remote set's files, resolved once a run. Raises ProblemsError and DownloadError."""
         return rows_of(str(self.reference), self.split, resolve_once)
 
-    def check_columns(self) -> None:
-        """Raise ProblemsError if a local file is missing, unreadable or lacks columns."""
-        if self.path is not None:
-            find_schema(self.path, columns_of(self.path, self.split), self.schemas)
+    @property
+    def columns(self) -> ColumnsConfig:
+        """The columns that its keys name."""
+        return self.given.columns or ColumnsConfig()
+
+    @property
+    def is_recognised(self) -> bool:
+        """True if the schemas are those of its file."""
+        is_own = self.known.name == OWN.name or self.columns.layout.names_columns
+        return not is_own or bool(self.known.reading)
+
+    def check_columns(self) -> Source:
+        """Return the set as `here` if it is local; raises what that does."""
+        if self.path is None:
+            return self
+        source = self.here(self.path)
+        find_schema(self.path, columns_of(self.path, self.split), source.schemas)
+        return source
+
+    def here(self, cache: Path, on_progress: OnProgress | None = None) -> Source:
+        """Return the set with a local path, and recognised if its rows are the user's own.
+
+        A remote one is fetched into `cache`. Raises ProblemsError and DownloadError.
+        """
+        if self.is_generated:
+            return self
+        path = self.path or fetch(str(self.reference), cache, self.split, on_progress)
+        if self.is_recognised:
+            return dataclasses.replace(self, path=path)
+        layout = dataclasses.replace(self.columns.layout, elsewhere=self.prompt_format.columns)
+        known = recognize(path, self.split, layout)
+        if self.known.name in SETS:
+            known = dataclasses.replace(self.known, schemas=known.schemas, reading=known.reading)
+        prompt_format = _format_of(self.given, known)
+        return dataclasses.replace(self, path=path, known=known, prompt_format=prompt_format)
 
     def origin(self) -> str:
         """The origin of the rows, with the commit for hubs."""
@@ -116,10 +139,6 @@ class Source:
             str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path, self.split)
         }
 
-    def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
-        """The local path, fetched into `cache` if remote; raises ProblemsError, DownloadError."""
-        return self.path or fetch(str(self.reference), cache, self.split, on_progress)
-
 
 def train_sources(config: ChainConfig) -> list[Source]:
     """The sets of data.train. Raises ProblemsError for an unknown name or prompt."""
@@ -135,13 +154,19 @@ def eval_sources(config: ChainConfig) -> list[Source]:
         _source(config, one, f"data.eval.{number}", "test")
         for number, one in enumerate(config.data.eval)
     ]
-    if len({source.known.grader for source in sources}) > 1:
-        graders = ", ".join(f"{source.name}: {source.known.grader}" for source in sources)
+    require_one_grader(sources)
+    return sources
+
+
+def require_one_grader(sources: Sequence[Source]) -> None:
+    """Raise ProblemsError if the recognised sets have different graders."""
+    graders = {one.name: one.known.grader for one in sources if one.is_recognised}
+    if len({*graders.values()}) > 1:
+        listed = ", ".join(f"{name}: {grader}" for name, grader in graders.items())
         raise ProblemsError(
-            f"the sets of data.eval have different graders ({graders}); use sets with the same "
+            f"the sets of data.eval have different graders ({listed}); use sets with the same "
             "grader"
         )
-    return sources
 
 
 def benchmark_sources(config: ChainConfig) -> dict[str, Source]:
@@ -232,7 +257,6 @@ def _source(
 ) -> Source:
     """The source of a set; `benchmark` is its name in evaluate.benchmarks."""
     one = config.data.of(given)
-    assert one.columns is not None
     path, reference = None, None
     if one.path is not None and is_remote(one.path):
         reference = one.path
@@ -256,32 +280,16 @@ def _source(
             if not path.suffix and not path.exists():
                 find_set(one.set)  # a mistyped name
             name = path.name
-    if one.columns.is_set:
-        known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
-    prompt_format = find_format(
-        one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns
-    )
+    prompt_format = _format_of(one, known)
     several = (
         benchmark is None and len(config.data.train if split == "train" else config.data.eval) > 1
     )
     return Source(
-        key, name, split, known, reference, path, one.weight, prompt_format, several, benchmark
+        key, name, split, known, reference, path, one.weight, prompt_format, several, one, benchmark
     )
 
 
-def mapped_schema(columns: ColumnsConfig) -> Schema:
-    """The schema of rows with the user's column names."""
-    given = {name: value for name, value in dict(columns).items() if value is not None}
-    asked = given.get("messages") or given["problem"]
-
-    def read(row: Row) -> Problem:
-        messages = chat_of(row[asked]) if "messages" in given else None
-        if "messages" in given and messages is None:
-            raise Unusable(f"no chat messages in {asked}")
-        text = messages[-1]["content"] if messages else needed(text_of(row, asked), f"no {asked}")
-        usual = ("id", "subject", "level", "data_source")
-        details = {name: row.get(given[name]) for name in usual if name in given}
-        gold = needed(text_of(row, given["answer"]), f"no {given['answer']}").strip()
-        return problem_of(details, text, gold, messages=messages)
-
-    return Schema((asked, given["answer"]), read, tuple(given.values()))
+def _format_of(given: SetConfig, known: ProblemSet) -> PromptFormat:
+    columns = given.columns or ColumnsConfig()
+    template = given.prompt_template or DEFAULT
+    return find_format(template, given.system_prompt, known.template, columns)

@@ -83,9 +83,7 @@ def load_sets(
     with tempfile.TemporaryDirectory() as work:
         for name, source in benchmark_sources(config).items():
             file = Path(work) / benchmark_file(name)
-            if not source.is_generated:
-                source = replace(source, path=source.local(default_cache()))
-            write_held_out(config, [source], file)
+            write_held_out(config, [source.here(default_cache())], file)
             found[name] = set_of(settings.of(settings.named[name]), file)
     return found
 
@@ -93,7 +91,7 @@ def load_sets(
 def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
     """The file as a set of data.eval, with the recipe's columns; None if the file lacks them."""
     for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
-        names = set(filter(None, dict(one.columns or ()).values()))
+        names = set(one.columns.layout.columns if one.columns else ())
         if names and path.exists() and names.issubset(columns_of(path)):
             return one.model_copy(update={"set": str(path), "path": None})
     return None

@@ -13,7 +13,7 @@ from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
-from tasks.data.prepare import held_out_files, write_held_out
+from tasks.data.prepare import held_out_files, read_prepared, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
 from tasks.evaluation.settings import set_of
@@ -37,6 +37,7 @@ class Inputs:
     evaluation: EvaluationSet | None = None  # data.eval
     benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # by name
     later: tuple[str, ...] = ()
+    held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by set
 
     def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
         """Return the local sets that will be evaluated: the benchmarks, else data.eval."""
@@ -52,7 +53,9 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
     sources = train_sources(config)
-    if findings or all(source.is_generated for source in sources):  # those fit by construction
+    if findings.failed or all(
+        source.is_generated for source in sources
+    ):  # those fit by construction
         return inputs
     for source in sources:
         if not source.is_generated and source.path is not None:
@@ -60,10 +63,13 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
             with findings.catching("training set"):
                 inputs.problems = [*inputs.problems, *read_source(config, source, most)]
     with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
+        written = []
         for name, held_out in held_out_files(config).items():
             if all(source.path or source.is_generated for source in held_out):
-                write_held_out(config, held_out, Path(folder) / name)
+                written.append(Path(folder) / name)
+                write_held_out(config, held_out, written[-1])
         _read_evaluated(inputs, config, Path(folder))
+        inputs.held_out = read_prepared(written)
     return inputs
 
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe's problems: lengths in tokens, the scorer on gold answers, answer forms."""
+"""Checks of a recipe's problems: columns, lengths, gold answers, contamination, answer forms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -16,14 +17,17 @@ from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
+from eval.problems.registry import SETS
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
+from tasks.data.contamination import find_hits, rows_to_drop
 from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
+    from tasks.data.sources import Source
     from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
 
@@ -100,6 +104,67 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
         with closing(_Scoring(config)) as scoring:
             for source, chosen in sources.items():
                 _check_source(source, chosen, scoring, findings)
+
+
+def check_columns(sources: Sequence[Source], findings: Findings) -> None:
+    """Say what the columns of each local file are taken for, and warn of parts that are unused."""
+    said: dict[str, None] = {}
+    for source in sources:
+        with findings.catching("data"):
+            known = source.check_columns().known
+            reading = f"{source.name}: {known.reading}"
+            if not known.reading or reading in said:
+                continue
+            said[reading] = None
+            if not known.left_out:
+                findings.add("columns", OK, reading)
+                continue
+            names = ", ".join(known.left_out)
+            advice = (
+                f"if the problem needs them, list them in data.columns.problem (or .options, "
+                f".system), or write {{{known.left_out[0]}}} in data.prompt_template"
+            )
+            findings.add("columns", WARN, f"{reading}; {names} not used", advice)
+
+
+def check_golds(inputs: Inputs, findings: Findings) -> None:
+    """Warn of gold answers with several lines, which no short answer equals."""
+    evaluated = inputs.evaluation.items if inputs.evaluation is not None else ()
+    for key, found in (("data.train", inputs.problems), ("data.eval", evaluated)):
+        several = [one for one in found if "\n" in one.gold.strip()]
+        if several:
+            findings.add(
+                "answers",
+                WARN,
+                f"{len(several)} of {len(found)} gold answers of {key} have several lines, such as "
+                f"{several[0].id}: {several[0].gold[:SHOWN_CHARACTERS]!r}",
+                "answers are compared with the whole of it: name the column of the final answer in "
+                "data.columns.answer, or end each solution in \\boxed{} or ####",
+            )
+
+
+def check_overlap(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
+    """Check for training problems that are evaluated, and for training on a benchmark."""
+    by_set: dict[str, list[Problem]] = {}
+    for problem in inputs.problems:
+        by_set.setdefault(problem.dataset, []).append(problem)
+    for name, problems in by_set.items():
+        texts = list(dict.fromkeys(problem.text for problem in problems))
+        if inputs.held_out:
+            with findings.catching("contamination"):
+                hits = find_hits(name, partial(iter, texts), inputs.held_out)
+                _, warning = rows_to_drop(hits, len(texts), config.data.contamination)
+                if warning:
+                    findings.add("contamination", WARN, warning, "use other problems in data.eval")
+        known = SETS.get(name)
+        if known is not None and (not known.train or known.num_items == len(texts)):
+            findings.add(
+                "benchmark",
+                WARN,
+                f"data.train has the {len(texts)} problems of the benchmark {name}",
+                "a model trained on them cannot be compared with published results on it: train on "
+                "another set (dapo datasets)",
+            )
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:

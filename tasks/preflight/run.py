@@ -37,7 +37,15 @@ from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_l
 from tasks.preflight.machine import check_machine
 from tasks.preflight.memory import check_memory
 from tasks.preflight.model import ModelFacts, check_model
-from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
+from tasks.preflight.prompts import (
+    check_answers,
+    check_columns,
+    check_forms,
+    check_golds,
+    check_grader,
+    check_lengths,
+    check_overlap,
+)
 from tasks.preflight.smoke import check_engines
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.failure import ServerUnreachable
@@ -58,8 +66,7 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
     """
     findings = Findings()
     with findings.catching("data"):
-        for source in all_sources(config):
-            source.check_columns()
+        check_columns(all_sources(config), findings)
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
@@ -124,6 +131,8 @@ def _conclude(findings: Findings) -> None:
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
     model = inputs.model
     facts = ModelFacts() if model is None else check_model(model, config, findings)
+    check_golds(inputs, findings)
+    check_overlap(config, inputs, findings)
     check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)

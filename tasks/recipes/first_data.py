@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.filesize import decimal
 
 from dapo_core.errors import ConfigError
-from eval.problems.files import columns_of, files_of, iterate_problems, iterate_rows
+from eval.problems.files import columns_of, files_of, iterate_problems
 from eval.problems.items import Problem
-from eval.problems.registry import NUM_TRIED, OWN, SETS, published_as, read_as
-from eval.problems.rows import Row, Split, chat_of, guess_columns
+from eval.problems.registry import SETS, find_layout, first_rows, published_as
+from eval.problems.rows import CHAT, Row, Split
 from tasks.config import ChainConfig
-from tasks.data.reading import SetCount, iterate_source, to_row
+from tasks.config.data import ColumnsConfig
+from tasks.data.reading import SetCount, here, iterate_source, to_row
 from tasks.data.sources import train_sources
 from tasks.preflight.model import ModelFacts
 from tasks.preflight.prompts import longest_prompt, prompt_tokens
@@ -26,7 +28,7 @@ from tasks.preflight.prompts import longest_prompt, prompt_tokens
 logger = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
-NO_COLUMNS: Mapping[str, str] = {}
+NO_COLUMNS: Mapping[str, Any] = {}
 HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
 LARGE_FILE_BYTES = 4 * 1024**2  # reading takes seconds from here on
@@ -37,7 +39,7 @@ _REMOTE = re.compile(r"(hf|modelscope|https?):")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
+def data_set(name: str, option: str, columns: Mapping[str, Any] = NO_COLUMNS) -> Any:
     """The value of data.train or data.eval for a name, a hub id, or a file with its schema."""
     if name in SETS or _REMOTE.match(name):
         return name
@@ -50,53 +52,41 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
             f"({', '.join(SETS)})"
         )
     split: Split = "train" if option == "data" else "test"
-    if not columns:
-        rows = list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
-        if read_as(path, rows, OWN):
-            return name
-        if (known := published_as(path, rows)) is not None:
-            return [{"set": known.name, "path": name}]
-    return [{"set": name, "columns": guessed_columns(path, columns, split)}]
-
-
-def guessed_columns(
-    path: Path, given: Mapping[str, str] = NO_COLUMNS, split: Split = "train"
-) -> dict[str, str]:
-    """The columns with problem and answer: as `given`, else guessed from their names.
-
-    Raises ConfigError if they cannot be determined.
-    """
-    rows = list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
+    rows = first_rows(path, split)
     if not rows:
         raise ConfigError(f"{path} has no rows; is it the right file?")
-    names = list(rows[0])
-    if unknown := [name for name in given.values() if name not in names]:
-        raise ConfigError(
-            f"{path} has no column {unknown[0]}, only {', '.join(names)}; correct --columns"
-        )
-    problem, answer = guess_columns(names, given)
-    if problem is None or answer is None:
-        raise ConfigError(
-            f"{path} has the columns {', '.join(names)}, and no name suggests that it holds the "
-            f"{'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
-        )
-    asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
-    return {**given, asked: problem, "answer": answer}
+    given = ColumnsConfig.model_validate(columns).layout
+    if not columns and set(CHAT.columns) <= rows[0].keys():
+        return name
+    if not columns and (known := published_as(path, rows)) is not None:
+        return [{"set": known.name, "path": name}]
+    layout = find_layout(path, rows, split, given)
+    if layout.columns == ("problem", "answer"):
+        return name
+    found = {name: value for name, value in asdict(layout).items() if value}
+    return [{"set": name, "columns": ColumnsConfig(**found).model_dump(exclude_none=True)}]
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
-    """`problem=NAME,answer=NAME` as a dictionary. Raises ConfigError for anything else."""
+def parse_columns(text: str | None) -> dict[str, Any]:
+    """`problem=NAME,answer=NAME` as a dictionary; `A+B` are two columns. Raises ConfigError."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
-    if not all(name in ("problem", "answer") and column for name, _, column in pairs):
-        raise ConfigError(f"--columns {text} is not problem=NAME,answer=NAME")
-    return {name: column for name, _, column in pairs}
+    try:
+        named = {name: tuple(value.split("+")) for name, _, value in pairs}
+        several = {name: value if len(value) > 1 else value[0] for name, value in named.items()}
+        return ColumnsConfig.model_validate(several).model_dump(exclude_none=True)
+    except ValidationError:
+        keys = ", ".join(ColumnsConfig.model_fields)
+        raise ConfigError(
+            f"--columns {text} is not problem=NAME,answer=NAME, with the keys of data.columns "
+            f"({keys}) and + between several columns"
+        ) from None
 
 
 def data_sets(
     new_files: NewFiles,
     train: str,
     held_out: str | None,
-    columns: Mapping[str, str] = NO_COLUMNS,
+    columns: Mapping[str, Any] = NO_COLUMNS,
     facts: ModelFacts | None = None,
 ) -> tuple[dict[str, Any], SetCount]:
     """data.train and data.eval: two sets, a set with a test split, or two files split from one.
@@ -122,7 +112,7 @@ def data_sets(
     config = ChainConfig.model_validate(
         {"data": {"train": value, "eval": value}, "model": {"source": "recipe"}}
     )
-    source, count = train_sources(config)[0], SetCount(train)
+    source, count = here(config, train_sources(config)[0]), SetCount(train)
     if path.stat().st_size > LARGE_FILE_BYTES:
         logger.info(
             "reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size)
@@ -189,14 +179,15 @@ def _leave_out_long(
     return too_long
 
 
-def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) -> Any:
+def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, Any]) -> Any:
     """The value of data.eval; a part of a registered set is written to a file without its name.
 
     --columns is ignored for files that have none of these columns.
     """
     path = Path(held_out)
     if columns and path.exists():
-        columns = columns if {*columns.values()} & {*columns_of(path)} else NO_COLUMNS
+        named = ColumnsConfig.model_validate(columns).layout.columns
+        columns = columns if {*named} & {*columns_of(path)} else NO_COLUMNS
     value = data_set(held_out, "eval", columns)
     known = value[0]["set"] if isinstance(value, list) else ""
     if known not in SETS or SETS[known].num_items is None:

@@ -18,7 +18,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.machine.device import accelerators
 from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
-from eval.problems.registry import OWN
+from eval.problems.registry import OWN, scorer_of
 from tasks.config import ChainConfig
 from tasks.config.lengths import Bounds, Lengths, fitted
 from tasks.data.sources import ARITHMETIC
@@ -58,7 +58,7 @@ def first_recipe(
     train: str,
     held_out: str | None,
     machine: Machine,
-    columns: Mapping[str, str] = NO_COLUMNS,
+    columns: Mapping[str, Any] = NO_COLUMNS,
 ) -> str:
     """The text of a recipe; `model` is its section `model`.
 
@@ -79,7 +79,7 @@ def first_recipe(
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
     if unknown:
-        tree["reward"]["scorers"] = [f"{source}={OWN.scorer}" for source in unknown]
+        tree["reward"]["scorers"] = [f"{source}={scorer}" for source, scorer in unknown.items()]
     return render(tree, machine, facts, bounds)
 
 
@@ -109,8 +109,8 @@ def _facts(model: Mapping[str, Any]) -> ModelFacts:
     return facts
 
 
-def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]:
-    """The bounds of the local model and prompts, and data sources without a scorer.
+def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, str]]:
+    """The bounds of the local model and prompts, and scorers for data sources without one.
 
     Raises PreflightError for unusable inputs.
     """
@@ -123,9 +123,11 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]
         prompts += [item.prompt for item in inputs.evaluation.items] if inputs.evaluation else []
         longest = longest_prompt(facts, prompts) if prompts else None
         bounds = replace(bounds, longest_prompt=longest, longest_question=longest)
-    return bounds, sorted(
-        {one.data_source for one in inputs.problems if one.data_source} - routes().keys()
-    )
+    golds: dict[str, list[str]] = {}
+    for one in inputs.problems:
+        golds.setdefault(one.data_source or OWN.scorer, []).append(one.gold)
+    unknown = sorted(golds.keys() - routes().keys())
+    return bounds, {name: scorer_of(golds[name]) for name in unknown}
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:

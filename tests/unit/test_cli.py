@@ -386,7 +386,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     assert "which the prompt would reveal" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {result}'"
     )
-    assert "lacks the columns" in refusal("datasets", "show", rows)
+    assert "row-0: answer '002', scored by exact" in dapo("datasets", "show", rows).stdout
     assert "did you mean gsm8k" in refusal("datasets", "show", "gsm9k")
     (tmp_path / "gsm.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     shown = dapo("datasets", "show", "gsm8k", "--data", tmp_path / "gsm.jsonl").stdout

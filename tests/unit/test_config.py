@@ -112,7 +112,10 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("sampler.gen_prompts=51", r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 ="),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
-        ("data.columns.problem=question", r"data\.columns needs data\.columns\.answer and one of"),
+        (
+            "data.columns={problem: [a, b], messages: c}",
+            r"data\.columns\.problem=a, b and data\.columns\.messages=c both name the problem",
+        ),
         ("evaluate.benchmarks=[{set: math500, sampels: 4}]", r"evaluate\.benchmarks has no key"),
         ("evaluate.benchmarks=[math500, math500]", "names 'math500' twice; give one of them"),
         ("evaluate.benchmarks=[{set: math500, name: pooled}]", "'pooled' names a folder and a"),

@@ -13,6 +13,7 @@ from eval.report.compare import compare_evaluations
 from eval.report.item_pages import pack_items
 from eval.report.plots import prompt_length_plot
 from eval.report.report import Provenance, make_report, render_html, render_markdown
+from tasks.config.data import SetConfig
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
 from tasks.data.prompt_format import PromptFormat
@@ -38,7 +39,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
     path.write_text("{}", encoding="utf-8")
     prompt_format = PromptFormat("given", True, "{problem}", ())
     source = Source(
-        "data.train.0", name, split, OWN, None, path, 1.0, prompt_format, is_one_of_several=False
+        "data.train.0", name, split, OWN, None, path, 1.0, prompt_format, False, SetConfig(set=name)
     )
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):

@@ -126,7 +126,7 @@ def test_unusable_rows_are_counted_by_reason_up_to_a_limit(tmp_path: Path) -> No
     )
     with pytest.raises(
         DataError,
-        match=r"mine\.jsonl: 2 of 8 rows cannot be used \(1 with no problem; 1 with neither ",
+        match=r"mine\.jsonl: 2 of 8 rows cannot be used \(1 with no problem; 1 with no answer",
     ):
         prepare(recipe(tmp_path, path), tmp_path)
     (tmp_path / "prepared").rmdir()

@@ -46,7 +46,7 @@ def math_row(index: int, **changes: Any) -> dict[str, Any]:
     row = {
         "problem": f"What is {{{index}}} + 1?",
         "solution": f"It is $\\boxed{{{index + 1}}}$.",
-        "answer": "not read when the solution has a box",
+        "answer": str(index + 1),
         "subject": "Algebra",
         "level": 3,
         "unique_id": f"test/{index}.json",
@@ -150,7 +150,7 @@ def test_a_named_benchmark_must_be_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "template", "line"),
     [
-        ({"Question": "1 + 1 = ?", "gold": 2}, "aisbench", "in column Question and the answer in"),
+        ({"Question": "1 + 1 = ?", "gold": 2}, "aisbench", "in Question and the answer in gold"),
         ({"messages": [{"role": "user", "content": "1 + 1 = ?"}], "label": 2}, "given", "label"),
         ({"question": "1 + 1 = ?", "answer": "So\n#### 2"}, "aisbench", "rows as in gsm8k"),
         ({"problem": "1 + 1 = ?", "answer": "2"}, "aisbench", None),
@@ -256,10 +256,18 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         ("a.jsonl", "[1, 2]", "as jsonl: row 0 is 1, not a JSON object"),
         ("none.parquet", None, "is not a file, nor a folder of problem files"),
         ("data.txt", "problem\n", r"ends in '.txt'"),
-        ("data.csv", "question\n1+1\n", r"lacks .* \(it has question\).*data.columns.problem="),
+        (
+            "data.csv",
+            "question\n1+1\n",
+            r"columns question, .* holds the answer; set data.columns.answer=",
+        ),
         ("math.jsonl", [], "has no rows"),
         ("ids.jsonl", [math_row(n, unique_id=n % 2) for n in range(5)], "2 ids are used for"),
-        ("math.jsonl", [math_row(1), math_row(1, solution="\\boxed{7}")], r"1 problems .*\(row 0"),
+        (
+            "math.jsonl",
+            [math_row(1), math_row(1, answer="7")],
+            r"different gold .*\(row 0",
+        ),
         (
             "math.jsonl",
             json.dumps(math_row(1)) + "\n{torn\n",
@@ -338,7 +346,7 @@ GOLDS: list[tuple[str, dict[str, Any], str]] = [
 EVERY_FORMAT: list[tuple[str | None, dict[str, Any], str]] = [
     *GOLDS,
     ("arithmetic", parquet_row(3), "4"),
-    ("math500", math_row(4), "5"),
+    ("math500", math_row(4, answer="not read when the solution has a box"), "5"),
     (None, math_row(4), "5"),
     (None, math_row(4, solution="five", answer="5"), "5"),
 ]

@@ -234,12 +234,13 @@ def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
     with pytest.raises(
         DataError,
-        match=r"1 of 4 rows cannot be used \(1 with neither an answer nor a boxed.*complete",
+        match=r"1 of 4 rows cannot be used \(1 with no answer\).*complete",
     ):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
     with pytest.raises(
-        ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"
+        ProblemsError,
+        match=r"parquet has the columns text, and no .* the answer; set data\.columns\.answer",
     ):
         prepared(files_config(tmp_path, math500_file(held_out)))
 

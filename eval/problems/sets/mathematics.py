@@ -107,8 +107,8 @@ def read_repeated(row: Row) -> Problem:
 
 
 _COMPETITION = (
-    Schema(("problem", "answer"), _reader("problem", "answer", integer)),
-    Schema(("question", "answer"), _reader("question", "answer", integer)),
+    Schema(("problem", "answer"), _reader("problem", "answer", integer), is_common=True),
+    Schema(("question", "answer"), _reader("question", "answer", integer), is_common=True),
     Schema(CHAT.columns, read_repeated, CHAT.others),
 )
 
@@ -190,7 +190,7 @@ TRAINING_SETS = (
         name="geometry3k",
         about="2,101 training and 601 test geometry problems, without diagrams (arXiv:2105.04165)",
         licence="MIT",
-        schemas=(Schema(("problem", "answer"), read_geometry),),
+        schemas=(Schema(("problem", "answer"), read_geometry, is_common=True),),
         train={"huggingface": _GEOMETRY3K.format("train")},
         test={"huggingface": _GEOMETRY3K.format("test")},
         num_items=601,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import random
 from dataclasses import replace
 
@@ -13,12 +12,12 @@ from eval.problems.rows import (
     ProblemSet,
     Row,
     Schema,
-    Unusable,
     needed,
     problem_of,
     read_chat,
     text_of,
 )
+from eval.problems.values import Unusable, parsed
 
 NO_LETTERS = "no options A to J as the answer"
 # The instruction for each kind of question, as DianJin-R1 words it (arXiv:2504.15716).
@@ -34,12 +33,7 @@ _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incor
 
 def read_cflue(row: Row) -> Problem:
     """Read {question, choices, answer, task} and ask it as DianJin-R1 does."""
-    choices = row["choices"]
-    if isinstance(choices, str):
-        try:
-            choices = ast.literal_eval(choices)
-        except (ValueError, SyntaxError):
-            raise Unusable("no question with options") from None
+    choices = parsed(row["choices"])
     question, kind = str(row["question"] or "").strip(), _KINDS.get(str(row["task"]))
     if not question or kind is None or not isinstance(choices, dict) or not choices:
         raise Unusable("no question with options")
@@ -77,9 +71,7 @@ def read_gpqa(row: Row) -> Problem:
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=True))
     return problem_of(
         {"id": row.get("Record ID")},
-        f"{question}\n\n{listed}\n\nPlease reason step by step, and put the letter of the right "
-        "option within "
-        "\\boxed{}, such as \\boxed{A}.",
+        f"{question}\n\n{listed}",
         "ABCD"[options.index(right)],
         subject=text_of(row, "High-level domain"),
         level=None,
@@ -124,6 +116,6 @@ GPQA_DIAMOND = ProblemSet(
     test={"huggingface": "hf:Idavidrein/gpqa@main/gpqa_diamond.csv"},
     num_items=198,
     scorer="choice",
-    template="given",
+    template="choice",
     grader="choice",
 )

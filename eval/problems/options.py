@@ -1,0 +1,198 @@
+"""Options of multiple-choice problems: how rows store them, and how answers name them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from eval.answers.choice import option_letters
+from eval.problems import ProblemsError
+from eval.problems.values import Unusable, parsed, text_in
+
+AnswerAs = Literal["letter", "index", "number", "text"]  # index counts from 0, number from 1
+
+LETTERS = "ABCDEFGHIJ"  # those that the choice grader reads
+MEANINGS: dict[AnswerAs, str] = {
+    "letter": "an option's letter",
+    "index": "an option's index from 0",
+    "number": "an option's number from 1",
+    "text": "an option's text",
+}
+NUM_DECIDING = 100_000  # rows
+MIN_FITTING = 0.9  # of the answers; the rows of the others are unusable
+_TEXT_KEYS, _LABEL_KEYS = ("text", "content", "value", "option"), ("label", "key", "id", "letter")
+_LABEL = r"[(\[]?{letter}\s?[)\].:．、]"
+_WHOLE = re.compile(r"\s*(\d{1,3})(?:\.0+)?\s*")
+_LISTED = re.compile(r"^\s*\(?([A-J])[.):．、：]\s*\S", re.MULTILINE)
+_MARKS = " \t.:()[]"
+
+
+class Options(NamedTuple):
+    """The texts of a problem's options, and how its row labels them."""
+
+    labels: tuple[str, ...]
+    texts: tuple[str, ...]
+    has_labels: bool = True  # False: the row has none, so they are A, B, ...
+
+
+def options_in(values: Mapping[str, Any]) -> Options:
+    """Return the options in one column, or in a column for each, by label. Raises Unusable."""
+    found: Any = parsed(next(iter(values.values())) if len(values) == 1 else values)
+    if isinstance(found, Mapping) and isinstance(found.get("text"), list):  # ARC
+        pairs = list(zip(found.get("label") or LETTERS, found["text"], strict=False))
+    elif isinstance(found, Mapping):
+        pairs = list(found.items())
+    elif isinstance(found, list) and all(isinstance(one, Mapping) for one in found):
+        pairs = [
+            (_first(one, _LABEL_KEYS), _first(one, ("text", *_TEXT_KEYS[2:]))) for one in found
+        ]
+    elif isinstance(found, list | str):
+        pairs = _labelled(found)
+    else:
+        pairs = []
+    named = [(label, text_in(text, "option")) for label, text in pairs]
+    kept = [(label, text.strip()) for label, text in named if text is not None]
+    if not 2 <= len(kept) <= len(LETTERS):
+        raise Unusable(f"{len(kept)} readable options, where 2 to {len(LETTERS)} are needed")
+    labels, texts = zip(*kept, strict=True)
+    if None in labels:
+        return Options(tuple(LETTERS[: len(texts)]), texts, has_labels=False)
+    return Options(tuple(str(label).strip().strip("().[]").upper() for label in labels), texts)
+
+
+def _first(found: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    return next((found[key] for key in keys if found.get(key) is not None), None)
+
+
+def _labelled(found: list[Any] | str) -> list[tuple[str | None, Any]]:
+    """Return pairs of label and text; a text alone must have labels or lines."""
+    if isinstance(found, str):
+        if pairs := _split_by_labels(found):
+            return pairs
+        lines = [line for line in found.splitlines() if line.strip()]
+        return [(None, line) for line in lines] if len(lines) > 1 else []
+    for letters in (LETTERS, LETTERS.lower()):
+        labels = [re.compile(rf"\s*{_LABEL.format(letter=letter)}\s*") for letter in letters]
+        matches = [
+            label.match(one)
+            for label, one in zip(labels, found, strict=False)
+            if isinstance(one, str)
+        ]
+        if len(matches) == len(found) and all(matches):
+            return [
+                (letter, one[match.end() :])
+                for letter, one, match in zip(letters, found, matches, strict=False)
+                if match
+            ]
+    return [(None, one) for one in found]
+
+
+def _split_by_labels(text: str) -> list[tuple[str | None, Any]]:
+    """Split `A) 38, B) 27` at its labels, which must be in order."""
+    for letters in (LETTERS, LETTERS.lower()):
+        starts: list[re.Match[str]] = []
+        for letter in letters:
+            pattern = re.compile(rf"(?:^|(?<=[\s,;])){_LABEL.format(letter=letter)}\s*")
+            match = pattern.search(text, starts[-1].end() if starts else 0)
+            if match is None:
+                break
+            starts.append(match)
+        if len(starts) > 1 and not text[: starts[0].start()].strip():
+            ends = [*(match.start() for match in starts[1:]), len(text)]
+            return [
+                (letter, text[match.end() : end].strip().rstrip(",;"))
+                for letter, match, end in zip(letters, starts, ends, strict=False)
+            ]
+    return []
+
+
+def with_options(question: str, options: Options) -> str:
+    """Return the question with its lettered options, unless it lists them itself."""
+    letters = LETTERS[: len(options.texts)]
+    if "".join(listed_in(question)) == letters:
+        return question
+    lines = (f"{letter}. {text}" for letter, text in zip(letters, options.texts, strict=True))
+    return "\n".join([question, "", *lines])
+
+
+def listed_in(question: str) -> tuple[str, ...]:
+    """Return the letters of the options that a question lists in lines, if A, B, ... in order."""
+    found = list(dict.fromkeys(_LISTED.findall(question)))
+    return tuple(found) if "".join(found) == LETTERS[: len(found)] else ()
+
+
+def readings(options: Options, answer: Any) -> dict[AnswerAs, str]:
+    """Return the letters that an answer names, under each meaning that fits."""
+    if not isinstance(answer, str) or not _places("text", options, answer):
+        answer = parsed(answer)
+    answers = answer if isinstance(answer, list) else [answer]
+    try:
+        texts = [text_in(one) or "" for one in answers]
+    except Unusable:
+        return {}
+    if len(texts) == len(options.texts) and set(texts) <= {"0", "1"}:  # a flag for each option
+        texts = [str(place) for place, flag in enumerate(texts) if flag == "1"]
+    found: dict[AnswerAs, str] = {}
+    for meaning in MEANINGS:
+        named = [_places(meaning, options, text) for text in texts]
+        places = list(itertools.chain.from_iterable(named))
+        if all(named) and places and len(set(places)) == len(places):
+            found[meaning] = "".join(LETTERS[place] for place in sorted(places))
+    return found
+
+
+def _places(meaning: AnswerAs, options: Options, text: str) -> list[int]:
+    """Return the places of the options that a text names, or none."""
+    num_options = len(options.texts)
+    if meaning == "text":
+        same = [place for place, one in enumerate(options.texts) if one.split() == text.split()]
+        return same[:1]
+    if meaning == "letter":
+        if (label := text.strip(_MARKS).upper()) in options.labels:
+            return [options.labels.index(label)]
+        letters = option_letters(text)
+        known = all(letter in options.labels for letter in letters)
+        return [options.labels.index(letter) for letter in letters] if known else []
+    whole = _WHOLE.fullmatch(text)
+    place = int(whole[1]) - (meaning == "number") if whole else -1
+    return [place] if 0 <= place < num_options else []
+
+
+def decide(path: object, answered: Iterable[tuple[Options, Any]]) -> AnswerAs:
+    """Return what the answers of a set mean: what fits most of them, and nothing else as well.
+
+    Raises ProblemsError if nothing fits, or if a text is also a letter or a number that means
+    another option.
+    """
+    fits, unlike, num_answers = Counter[AnswerAs](), dict[AnswerAs, str](), 0
+    examples: dict[frozenset[AnswerAs], str] = {}
+    are_integers = True  # a JSON integer is no text
+    for options, answer in itertools.islice(answered, NUM_DECIDING):
+        num_answers += 1
+        are_integers &= type(answer) is int
+        found = readings(options, answer)
+        fits.update(found.keys())
+        shown = f"{answer!r} of the {len(options.texts)} options {list(options.texts)}"
+        examples.setdefault(frozenset(found), shown)
+        for meaning, letters in found.items():
+            if "text" in found and letters != found["text"]:
+                unlike.setdefault(meaning, shown)
+    most = max(fits.values(), default=0)
+    fitting = [meaning for meaning in MEANINGS if fits[meaning] == most]
+    if most < max(MIN_FITTING * num_answers, 1):
+        counts = ", ".join(f"{fits[meaning]} name {MEANINGS[meaning]}" for meaning in MEANINGS)
+        others = (shown for found, shown in examples.items() if fitting[0] not in found)
+        raise ProblemsError(
+            f"{path}: of {num_answers} answers to problems with options, {counts} (not "
+            f"{next(others, 'one')}): correct them, or name another column in data.columns.answer"
+        )
+    if fitting[0] in unlike and "text" in fitting and not are_integers:
+        raise ProblemsError(
+            f"{path}: all answers can be read as {MEANINGS[fitting[0]]} and as {MEANINGS['text']}, "
+            f"which differ ({unlike[fitting[0]]}): set data.columns.answer_as to {fitting[0]} or "
+            "to text"
+        )
+    return fitting[0]
