@@ -46,7 +46,8 @@ def read_answer(content: bytes, clean: Callable[[str], str] = str) -> Answer:
         choice = _choices(payload, content)[0]
         message = choice.get("message")
         fields = message if isinstance(message, dict) else choice
-        thinking = next(filter(None, (_thinking_in(fields, name) for name in _THINKING)), "")
+        given = (_thinking_of(fields[name]) for name in _THINKING if fields.get(name))
+        thinking = next(filter(None, given), "")
         text = _content_of(fields, choice, bool(thinking))
         answer, thoughts = read_content(text)
     except RecursionError:
@@ -127,9 +128,9 @@ def _open(part: Any) -> tuple[bool, Any]:
     return is_thinking, next(held, None)
 
 
-def _thinking_in(fields: dict[str, Any], name: str) -> str:
+def _thinking_of(content: Any) -> str:
     try:
-        return "".join(read_content(fields.get(name)))
+        return "".join(read_content(content))
     except ReplyError:
         return ""
 

@@ -28,6 +28,7 @@ from eval.results.statistics import share_interval
 logger = logging.getLogger(__name__)
 
 MAX_LIMITS = 8
+MAX_REASONS = 5  # shown
 T = TypeVar("T")
 IsSame = Callable[[str, str], bool]  # whether two answers are equal
 
@@ -172,7 +173,9 @@ def count_unknown_reasons(rows: Iterable[Row]) -> dict[str, int]:
 
 def describe_unknown_reasons(counts: Mapping[str, int]) -> str:
     """Say what unknown finish reasons mean for the verdicts."""
-    listed = ", ".join(f"{reason!r} ({count} responses)" for reason, count in counts.items())
+    first = list(counts.items())[:MAX_REASONS]
+    listed = ", ".join(f"{reason[:60]!r} ({count} responses)" for reason, count in first)
+    listed += f" and {len(counts) - MAX_REASONS} more" if len(counts) > MAX_REASONS else ""
     return (
         f"unknown finish reasons: {listed}. Whether these responses were cut off is decided by "
         "their text, as without a reason"

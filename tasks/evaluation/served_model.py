@@ -193,7 +193,9 @@ def served_model_identity(server: Endpoint, terms: ServedBy = ServedBy()) -> str
     """
     roots = _served_models(server, terms)
     if not roots:
-        logger.warning("%s lists no models: trusting %s", server.address, terms.model)
+        logger.warning(
+            "%s lists no models: trusting that it serves %r", server.address, server.model
+        )
     elif server.model not in roots:
         raise ServeError(
             f"{address_of(server.url('models'))} does not serve {server.model!r}"

@@ -24,7 +24,7 @@ from eval.report.report import (
 from eval.report.suite_report import Models, write_suite_report
 from eval.results.rows import Evaluation, load_evaluation, read_rows, write_rows
 from eval.results.suite import Member, write_suite
-from eval.results.summary import summarise
+from eval.results.summary import describe_unknown_reasons, summarise
 from tests.evaluations import (
     compared,
     evaluation,
@@ -98,6 +98,11 @@ def test_unknown_finish_reasons_are_noted_with_their_side_and_count() -> None:
         if "finish reasons" in note
     ]
     assert note.startswith("After: unknown finish reasons: 'unheard_of' (8 responses). Whether")
+    many = {f"request {number} ended": 1 for number in range(500)}
+    assert describe_unknown_reasons(many).endswith(
+        "'request 4 ended' (1 responses) and 495 more. Whether these responses were cut off is "
+        "decided by their text, as without a reason"
+    )
 
 
 SERVED = {"root": "/models/m", "logprobs": [{" a": -0.5, " an": -2.0}], "has_local_files": False}
