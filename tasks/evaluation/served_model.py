@@ -164,7 +164,9 @@ def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Resp
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             continue
-        if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        is_failing = answer.status_code == 500 and attempt == MAX_ATTEMPTS - 1  # on this request
+        is_busy = answer.status_code >= 500 or answer.status_code == httpx.codes.TOO_MANY_REQUESTS
+        if is_failing or not is_busy:
             return answer
         reason = f"HTTP {answer.status_code}"
     raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")

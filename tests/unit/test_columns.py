@@ -13,6 +13,7 @@ from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
 from tasks.chain import keep_options, link_model_folder
+from tasks.evaluation import served_model as served_models
 from tasks.evaluation.served_model import served_model
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
 from tasks.runs.history import read_run
@@ -20,7 +21,7 @@ from tasks.runs.plan import plan_chain
 from tasks.runs.report import take_columns
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
-from tests.integration.arithmetic_server import ArithmeticServer
+from tests.integration.arithmetic_server import ArithmeticServer, Handler
 from tests.recorded_runs import LABELS, Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
 
@@ -180,3 +181,18 @@ def test_an_unreachable_server_or_another_model_is_reported_with_the_entry_s_nam
         ServerUnreachable, match=r"does not answer.*check base_url of evaluate.baselines: theirs"
     ):
         served_model(config, config.evaluate.baselines[0])
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_baseline_whose_server_fails_on_log_probs_is_known_by_name_a_busy_one_is_not(
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")
+    monkeypatch.setattr(served_models.time, "sleep", lambda _: None)
+    monkeypatch.setattr(Handler, "show_weights", lambda self, body: self.send(status, b"boom"))
+    config = with_server(tmp_path, server)
+    if status == 500:
+        assert served_model(config, config.evaluate.baselines[0]).weights.logprobs is None
+    else:
+        with pytest.raises(ServerUnreachable, match="does not answer a fixed prompt: HTTP 503"):
+            served_model(config, config.evaluate.baselines[0])
