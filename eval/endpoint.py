@@ -92,8 +92,11 @@ class Endpoint:
 
 
 def address_of(url: str) -> str:
-    """Return the URL without credentials or a query, which may contain a key."""
-    parts = urlsplit(url.strip())
+    """Return the URL without credentials or a query, which may contain a key; "" for no URL."""
+    try:
+        parts = urlsplit(url.strip())
+    except ValueError:
+        return ""
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 

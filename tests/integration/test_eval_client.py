@@ -320,7 +320,7 @@ ODD: tuple[Behaviour, ...] = (
     lambda handler, prompt, attempt: handler.send(204, b""),
     lambda handler, prompt, attempt: handler.send(200, b"data: {}\n\n"),
     lambda handler, prompt, attempt: handler.send(200, b'{"error": {"code": 400}}'),
-    lambda handler, prompt, attempt: handler.send(307, b"", headers={"Location": "/elsewhere"}),
+    lambda handler, prompt, attempt: handler.send(307, b"", headers={"Location": "http://["}),
     encoded("gzip"),
     encoded("br"),
     encoded("unheard"),
