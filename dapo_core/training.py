@@ -27,7 +27,7 @@ from dapo_core.model.folder import require_model_folder, require_reference
 from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
-from dapo_core.policy.requirements import trainable_model
+from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.routing import require_scorers
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts
@@ -110,11 +110,8 @@ def _read_prompts(
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
     require_known(config.rollout.engine_args)
-    trusted = config.model.trust_remote_code
-    reference = config.algorithm.kl.reference_path
-    for path in [model_path] if reference is None else [model_path, reference]:
-        trainable_model(path, config.train.sequence_parallel, trust_remote_code=trusted)
-    tokenizer = load_tokenizer(model_path, trusted)
+    require_trainable(config, model_path, config.algorithm.kl.reference_path)
+    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     arguments = config.rollout.chat_template_kwargs
     prompts = tokenized_prompts(
         train_path, model_path, tokenizer, output_dir, config.data, arguments

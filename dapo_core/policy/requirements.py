@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from dapo_core.config.training import TrainingConfig
+
 # transformers has no public API for these, nor for _supports_attention_backend; test_packing.py
 # guards the names.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -43,6 +45,14 @@ def trainable_model(
     model = empty_causal_lm(model_path, dtype, trust_remote_code)
     require_same_tensors(model_path, model, headers)
     return model
+
+
+def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None:
+    """Raise ModelError unless the models in the folders can be trained; None is skipped."""
+    train, trusted = config.train, config.model.trust_remote_code
+    for path in paths:
+        if path is not None:
+            trainable_model(path, train.sequence_parallel, trust_remote_code=trusted)
 
 
 def require_architecture(model_config: PretrainedConfig, sequence_parallel: int) -> None:
@@ -82,9 +92,10 @@ def require_architecture(model_config: PretrainedConfig, sequence_parallel: int)
             f"({', '.join(f'{k}={v}' for k, v in changes.items())}), which is not supported; set "
             "model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
-    if model_class.__name__ not in (model_config.architectures or [model_class.__name__]):
+    named = model_config.architectures or [model_class.__name__]
+    if model_class.__name__ not in named:
         raise ModelError(
-            f"config.json names {', '.join(model_config.architectures)}, but transformers builds a "
+            f"config.json names {', '.join(named)}, but transformers builds a "
             f"{model_class.__name__} from model_type {name}; correct architectures or model_type"
         )
     if text_config.num_attention_heads % sequence_parallel:

@@ -12,7 +12,7 @@ from dapo_core.model.folder import weight_paths
 from dapo_core.model.pretrained import load_model_config, load_tokenizer, model_errors
 from dapo_core.model.sampling import read_eos_ids, with_model_sampling
 from dapo_core.model.tensors import num_elements, require_original_weights
-from dapo_core.policy.requirements import trainable_model
+from dapo_core.policy.requirements import require_trainable
 from tasks.config import ChainConfig
 from tasks.preflight.finding import OK, WARN, Findings
 from tasks.serve_model.checks import longest_sequence
@@ -66,8 +66,7 @@ def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
     Raises ModelError or ConfigError for what training, engines or servers would reject.
     """
     if config.train.backend == "own":
-        trusted = config.model.trust_remote_code
-        trainable_model(folder, config.train.sequence_parallel, trust_remote_code=trusted)
+        require_trainable(config, folder)
     headers = require_original_weights(folder)
     model_config = load_model_config(folder, config.model.trust_remote_code)
     with model_errors(folder, "has a config.json with values that training cannot use"):

@@ -15,7 +15,7 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.demo.arithmetic import is_generated
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
-from dapo_core.policy.requirements import trainable_model
+from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from durable import leaves
@@ -150,9 +150,8 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 def _check_reference(config: ChainConfig, model: Path | None) -> None:
     path = config.algorithm.kl.reference_path
     require_reference(path, model)
-    if path is not None and config.train.backend == "own":
-        trusted = config.model.trust_remote_code
-        trainable_model(path, config.train.sequence_parallel, trust_remote_code=trusted)
+    if config.train.backend == "own":
+        require_trainable(config, path)
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
