@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from interop.shell.conditions import Verdict, judge, leaves, verdict_of
 from interop.shell.scope import MARK, OUTPUT, Scope, ShellError, Unknown, Word, marks_of, shown
@@ -22,6 +22,9 @@ SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep
 SUCCEEDING |= {"wait"}
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 COMMENT_OF_A_LIST = re.compile(rb"(?m)(?<=[ \t])`#[^`\n]*`(?=[ \t]*\\?$)")
+ONE_LINE = ("command", "declaration_command", "variable_assignments", "variable_assignment")
+CUT_NAME = re.compile(rb"\$([A-Za-z_]\w*|[\d@*#?!-])")
+ESCAPED = re.compile(rb"(?<!\\)(\\\\)*\\\Z")
 LAST_BACKSLASH = re.compile(r"\\\s*\Z")
 READ_HERE = ("arithmetic_expansion", "expansion", "command_substitution", "string")
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -84,9 +87,9 @@ def read_script(
 def parsed(source: bytes) -> tuple[Any, bytes]:
     """Return the syntax tree of a script, and the source it was parsed from.
 
-    A backquoted comment among continued lines, `# ...`, is blanked: tree-sitter-bash reads it as a
-    command. tree-sitter-bash 0.25 merges the lines after `A=1 B=2` into the same command, so a
-    semicolon is inserted to separate them. If that does not help, the line is not valid bash.
+    tree-sitter-bash 0.25 misreads three things, which are changed first: a backquoted comment among
+    continued lines, `# ...`, is a command; the lines after `A=1 B=2` belong to the same command;
+    and the word `$A/$B` ends at the second `$`. A line that stays unclear is not valid bash.
     """
     import tree_sitter
     import tree_sitter_bash
@@ -96,25 +99,38 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
     parted = set[int]()  # rows
     while True:
         root = parser.parse(source).root_node
-        ends = {row: at for row, at in _swallowed(root, source) if row not in parted}
-        if not ends:
+        found = {*_repairs(root, source)}
+        repairs = {each for each in found if each.text != b";" or each.row not in parted}
+        if not repairs:
             return root, source
-        parted |= ends.keys()
-        places = [0, *sorted(ends.values()), None]
-        source = b";".join(source[start:end] for start, end in itertools.pairwise(places))
+        for each in sorted(repairs, key=lambda each: each.start, reverse=True):
+            source = source[: each.start] + each.text + source[each.end :]
+        parted |= {each.row for each in repairs if each.text == b";"}
 
 
-def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (row, end byte) of words after which a command continues on the next line without a
-    backslash.
+class Repair(NamedTuple):
+    """Bytes to replace by a text, and their row."""
+
+    start: int
+    end: int
+    text: bytes
+    row: int
+
+
+def _repairs(node: Any, source: bytes) -> Iterator[Repair]:
+    """Yield a semicolon for the end of a line that its command goes beyond without a backslash, and
+    braces for a `$NAME` of which only the `$` is in the node.
     """
-    if node.type in ("command", "variable_assignments"):
+    if node.type in ONE_LINE:
         words = [child for child in node.children if child.type != "comment"]
         for word, following in itertools.pairwise(words):
             if re.search(rb"(?<!\\)\n", source[word.end_byte : following.start_byte]):
-                yield word.end_point.row, word.end_byte
+                yield Repair(word.end_byte, word.end_byte, b";", word.end_point.row)
+    cut = CUT_NAME.match(source, node.end_byte - 1)
+    if cut and node.type != "$" and not ESCAPED.search(source, 0, cut.start()):
+        yield Repair(*cut.span(), b"${" + cut[1] + b"}", node.end_point.row)
     for child in node.children:
-        yield from _swallowed(child, source)
+        yield from _repairs(child, source)
 
 
 class Walk:
@@ -170,7 +186,12 @@ class Walk:
 
     def block(self, nodes: Iterable[Any]) -> None:
         """Walk statements; comments, separators and keywords have no method and are skipped."""
+        end = -1
         for node in nodes:
+            if node.is_named and node.start_byte == end and self.source[end - 1 : end] != b"\n":
+                text = self.of(node).partition("\n")[0][:60]
+                raise ShellError(f"{self.at(node)}: {text!r} is not parted from the word before it")
+            end = node.end_byte if node.is_named else -1
             method: Callable[[Any], None] | None = getattr(self, f"on_{node.type}", None)
             if method is not None:
                 self.at(node)
@@ -185,6 +206,10 @@ class Walk:
     # Assignments
 
     def on_variable_assignment(self, node: Any) -> None:
+        self.set(node, self.of(node))
+
+    def set(self, node: Any, source: str) -> None:
+        """Set the variable of an assignment; `source` may be longer than its node."""
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         name, scope = self.of(target).partition("[")[0], self.scope
         is_added = any(child.type == "+=" for child in node.children)
@@ -195,9 +220,9 @@ class Walk:
             items = [before] if isinstance(before, Word) else before
             scope.variables[name] = [*items, *self.items(value)]
         else:
-            text = "" if value is None else self.source[value.start_byte : node.end_byte].decode()
             start = (scope.text_of(name) or "") if is_added else ""
-            scope.assign(name, self.named(name, start + scalar(text, scope)))
+            text = scalar(source.partition("=")[2], scope)
+            scope.assign(name, self.named(name, start + text))
 
     def named(self, name: str, text: str) -> str:
         """Return a text; if it depends on a command's output, a mark named after the variable."""
@@ -215,19 +240,21 @@ class Walk:
                 yield from fields(source, self.scope)
 
     def on_variable_assignments(self, node: Any) -> None:
-        self.block(node.named_children)
+        for child, source in self.sources(node.named_children):
+            self.at(child)
+            self.set(child, source)
 
     def on_declaration_command(self, node: Any) -> None:
         flags = "".join(self.of(child) for child in node.named_children if child.type == "word")
-        for child in node.named_children:
+        for child, source in self.sources(node.named_children):
             if child.type not in ("variable_assignment", "variable_name"):
-                if marks_of(scalar(self.of(child), self.scope)):
-                    note = f"sets variables from {self.of(child)}, which is unknown"
+                if marks_of(scalar(source, self.scope)):
+                    note = f"sets variables from {source}, which is unknown"
                     self.script.notes.append(f"{self.at(child)}: {note}")
                 continue
-            name = re.split(r"[+=\[]", self.of(child), maxsplit=1)[0]
+            name = re.split(r"[+=\[]", source, maxsplit=1)[0]
             if child.type == "variable_assignment":
-                self.on_variable_assignment(child)
+                self.set(child, source)
             if self.of(node.children[0]) == "export" or "x" in flags:
                 self.scope.exported.add(name)
 

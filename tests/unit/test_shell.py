@@ -65,7 +65,10 @@ PIECE = st.one_of(
     st.sampled_from(("bare", "k=v", '""', "\\\n", '"q\\"q"')),
     st.sampled_from(("'single $A'", "a\\ b", "{x,y z}", "'['")),
 )
-WORD = st.lists(PIECE, min_size=1, max_size=3).map("".join)
+PATH = st.lists(
+    st.sampled_from(("$A", "$B", "${A}", '"$B"', "/", "/x-", ".y")), min_size=3, max_size=6
+)
+WORD = st.one_of(st.lists(PIECE, min_size=1, max_size=3), PATH).map("".join)
 TEST = st.one_of(
     st.tuples(NAME, st.sampled_from(("=", "!=")), VALUE).map(
         lambda t: f'[ "${{{t[0]}:-}}" {t[1]} "{t[2]}" ]'
@@ -83,6 +86,8 @@ STATEMENT = st.one_of(
     SHOW,
     st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}={t[1]}"),
     st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}+={t[1]}"),
+    st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"export {t[0]}={t[1]}"),
+    st.tuples(WORD, WORD).map(lambda t: f"export A={t[0]} B={t[1]}"),
     WORD.map(lambda word: f"L+=({word} # a comment\n  k=1)"),
     st.tuples(TEST, SHOW, SHOW).map(
         lambda t: f"if {t[0]}; then {t[1]}; A=then; else {t[2]}; A=else; fi"
@@ -115,7 +120,8 @@ def shows(script: Script) -> list[list[str]]:
 @given(st.lists(st.lists(STATEMENT, min_size=1, max_size=4), min_size=10, max_size=10))
 def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
     """Run ten scripts in one bash, each in a subshell; scripts that bash aborts are skipped."""
-    texts = [PROLOGUE + "\n".join(statements) + "\nshow end\n" for statements in scripts]
+    shown = '\nshow "$A" "$B" "$C"\nshow end\n'
+    texts = [PROLOGUE + "\n".join(statements) + shown for statements in scripts]
     show = "show() { for w in \"$@\"; do printf '%s\\0' \"$w\"; done; printf '\\1\\0'; }\nset -f\n"
     whole = show + "".join(f"(\n{text})\nprintf '\\2\\0'\n" for text in texts)
     done = subprocess.run(
@@ -170,8 +176,12 @@ def words_of(text: str, **given: str) -> list[str]:
         ("false && exit\n[ 1 = 2 ] || echo yes", ["echo", "yes"]),
         ("uv sync || exit 1\necho on", ["echo", "on"]),
         (
-            "R=/d; N=q\nA=$R/models/$N/hf\necho $A path=$R/m/$N/hf",
-            ["echo", "/d/models/q/hf", "path=/d/m/q/hf"],
+            'R=/d; N=q\nexport A=$R/models/$N/hf\necho $A path=$R/m/$N/hf "$R"/$N/y',
+            ["echo", "/d/models/q/hf", "path=/d/m/q/hf", "/d/q/y"],
+        ),
+        (
+            "N=q\n[ $N/$N/y = q/q/y ] && A=\\$1/$N/z\necho $A ${N}/p-$N/q",
+            ["echo", "$1/q/z", "q/p-q/q"],
         ),
         ("echo a.{b,c.d}=1 n{1..2}", ["echo", "a.b=1", "a.c.d=1", "n{1..2}"]),
         (
