@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +13,7 @@ from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
 from interop.hydra import setting_of, settings_of_yaml
 from interop.shell import (
+    MARK,
     Command,
     Script,
     ShellError,
@@ -20,17 +21,24 @@ from interop.shell import (
     marks_of,
     numbers_of,
     read_script,
+    shell_in,
     shown,
+    starts_nothing,
 )
 from interop.table import TRAINERS, load
 
 ENTRY = re.compile(
     r"(?:.*[./])?(?:main_\w*(?:ppo|dapo)\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
 )
+# A program that runs a Python file; unknown values may be one.
+INTERPRETER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|coverage|.*\ue000\d+\ue001.*")
+VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 OTHER_ENTRY = re.compile(r"(?:.*[./])?(?:\w*sft_trainer|main_eval|main_generation)\w*(?:\.py)?")
 LIKE_OVERRIDE = re.compile(
     r"(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.[\w$-]+)*=.*|~[A-Za-z_]\w*(?:\.[\w$-]+)+", re.DOTALL
 )
+DEVICE = "trainer.device"
+NAMES = frozenset({"run.name", "train.tracker_project"})  # our keys that only name things
 CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 BUILT_IN = re.compile(r"(?:ppo|dapo)\w*trainer\w*(?:[-_]megatron)?\w*")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^}]*))?\}")
@@ -64,9 +72,10 @@ def read_files(
     paths: Sequence[Path],
     given: Mapping[str, str] | None = None,
     training: int | None = None,
+    has_npus: bool = False,
 ) -> Reading:
     """Read the settings in files; `given` holds the --set-env variables, `training` selects one of
-    several.
+    several, and `has_npus` is true on a machine with NPUs.
 
     Raises ForeignConfigError for no or several trainings, and once for all values that are known
     only on the script's machine.
@@ -82,8 +91,11 @@ def read_files(
         settings = [setting for found in configs.values() for setting in found]
         if not settings:
             raise ForeignConfigError(f"{', '.join(map(str, paths))}: no keys found")
-        return Reading(_resolved(settings, {}, given or {}), trainer_of(settings))
-    return _of_scripts(scripts, configs, given or {}, training)
+        reading = Reading(_resolved(settings, {}, given or {}), trainer_of(settings))
+    else:
+        reading = _of_scripts(scripts, configs, given or {}, training)
+    reading.settings += _npu_of(reading, [path.name for path in paths], has_npus)
+    return reading
 
 
 def text_of(path: Path) -> str:
@@ -146,6 +158,7 @@ def _of_scripts(
     read_too, left_out = _others(configs, settings, bool(chosen.config_names))
     settings, notes = [*read_too, *settings], [*notes, *left_out]
     _require_used(given, settings, read)
+    settings, without = _settled(settings, script)
     _require_known(settings, script)
     if not settings:
         why = f"{chosen.origin}: the command sets no training keys; also give its YAML"
@@ -157,7 +170,8 @@ def _of_scripts(
     ]
     environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
     settings = _resolved(settings, environment, given)
-    return Reading(settings, trainer_of(settings), environment, [*before, *kept, *notes])
+    notes = [*before, *kept, *notes, *without]
+    return Reading(settings, trainer_of(settings), environment, notes)
 
 
 def _others(
@@ -193,11 +207,21 @@ def trainings_of(script: Script) -> list[Training]:
                 f"{command.origin}: {first[:60]!r} is read as a separate command: the line "
                 "before it lacks a backslash at its end, or has a space after it"
             )
-        is_entry = any(map(ENTRY.fullmatch, rest)) and not first.endswith(("echo", "pkill"))
         has_keys = sum(map(_is_key, texts)) > 1
-        if (is_entry or has_keys) and not any(map(OTHER_ENTRY.fullmatch, rest)):
+        is_other = starts_nothing(first) or any(map(OTHER_ENTRY.fullmatch, rest))
+        if not is_other and (has_keys or _entry(texts) is not None):
             found.append(_training(command, script))
     return found
+
+
+def _entry(texts: Sequence[str]) -> int | None:
+    """Return the place of the trainer's entry point: after `-m` or an interpreter."""
+    for at, text in enumerate(texts):
+        if at and ENTRY.fullmatch(text):
+            names = [PurePosixPath(each).name for each in texts[:at]]
+            if names[-1] == "-m" or any(INTERPRETER.fullmatch(each) for each in names):
+                return at
+    return None
 
 
 def _is_key(text: str) -> bool:
@@ -208,14 +232,16 @@ def _is_key(text: str) -> bool:
 
 def _training(command: Command, script: Script) -> Training:
     texts = [word.text for word in command.words]
-    entry = next((at for at, text in enumerate(texts) if ENTRY.fullmatch(text)), None)
+    entry = _entry(texts)
     if entry is None:
         entry = next(at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text)) - 1
         starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
         starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
         entry = starts[-1] if starts else entry
     command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
-    found = Training(command.origin, command_text, command.environment, command.conditions)
+    own = dict(text.split("=", 1) for text in texts[:entry] if VARIABLE.match(text))
+    environment = {**command.environment, **own}
+    found = Training(command.origin, command_text, environment, command.conditions)
     words = iter(command.words[entry + 1 :])
     for word in words:
         option, equal, value = word.text.partition("=")
@@ -258,8 +284,9 @@ def _nothing_found(read: list[Script]) -> str:
     for script in read:
         for command in script.commands:
             texts = [shown(word.text, script.unknowns) for word in command.words]
-            if PurePosixPath(texts[0]).name in ("bash", "sh", "source", ".") and len(texts) > 1:
-                lines.append(f"{command.origin} runs {texts[1]}: give that file too")
+            at = 0 if texts[0] in ("source", ".") else shell_in(command.words)
+            if at is not None and texts[at + 1 :]:
+                lines.append(f"{command.origin} runs {texts[at + 1]}: give that file too")
         if script.ends:
             lines.append(
                 f"the script exits at {script.ends}; to give its arguments, use --set-env 1=... "
@@ -297,6 +324,39 @@ def _require_used(
             f"--set-env {', '.join(unused)}: not used in {', '.join(each.name for each in read)}; "
             "the script sets it itself, or the name is misspelt"
         )
+
+
+def _settled(settings: Iterable[Setting], script: Script) -> tuple[list[Setting], list[str]]:
+    """Return the settings without unknown values that change no recipe, and notes on names.
+
+    A name loses the unknown part; a value of a key that has no key of ours is shown as written.
+    """
+    settings, notes = list(settings), []
+    table = load(trainer_of(settings))
+    for at, (key, value, origin) in enumerate(settings):
+        row = table.find(key)
+        if row is None or not marks_of(str(value)):
+            continue
+        text = shown(value, script.unknowns)
+        if NAMES.issuperset(row.ours or {None}):
+            name = MARK.sub("", value).strip("-_./ ") or PurePosixPath(script.name).stem
+            settings[at] = Setting(key, name, origin)
+            notes.append(f"{origin}: {key}={text} becomes {name}: the rest is unknown here")
+        elif not row.ours and row.convert is None and row.only is None:
+            settings[at] = Setting(key, text, origin)
+    return settings, notes
+
+
+def _npu_of(reading: Reading, files: Iterable[str], has_npus: bool) -> Iterator[Setting]:
+    """Yield verl's device if it is not set, and the files or this machine are for NPUs."""
+    if reading.trainer != "verl" or any(each.key == DEVICE for each in reading.settings):
+        return
+    named = [name for name in files if re.search(r"(?<![a-z])npu(?![a-z])", name.lower())]
+    variables = [name for name in reading.environment if name.startswith(("ASCEND_", "HCCL_"))]
+    if named or variables or has_npus:
+        why = f"the name {named[0]}" if named else "this machine has NPUs"
+        why = f"the script sets {variables[0]}" if variables else why
+        yield Setting(DEVICE, "npu", f"{why}:")
 
 
 def _require_known(settings: Iterable[Setting], script: Script) -> None:

@@ -76,7 +76,9 @@ class Scope:
         return f"\ue000{len(self.unknowns) - 1}\ue001"
 
     def substituted(self, text: str) -> str:
-        """Return the mark of a command substitution, whose output is never known."""
+        """Return the mark of a command substitution, whose output is never known but for `pwd`."""
+        if text in ("$(pwd)", "`pwd`"):
+            return self.need("PWD")
         return self.mark(" ".join(text.split()), OUTPUT)
 
     def look_up(self, name: str) -> Word | list[Word] | None:

@@ -19,7 +19,10 @@ MAX_DEPTH, MAX_ITERATIONS = 20, 1000
 SHELLS = ("bash", "sh", "zsh")
 # Commands assumed to succeed before `&&` and `||`.
 SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep", "source", "."}
-SUCCEEDING |= {"wait"}
+SUCCEEDING |= {"wait", "printf", "tee", "cat"}
+# Commands that start none of their words; all others may.
+STARTING_NOTHING = SUCCEEDING | {"grep", "sed", "awk", "pkill", "pgrep", "alias", "which", "git"}
+PROGRAM = re.compile(r"(?:^|[\s;&|(=])(?:\S*/)?(?:python[\d.]*|torchrun|bash|sh|zsh)\s")
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 COMMENT_OF_A_LIST = re.compile(rb"(?m)(?<=[ \t])`#[^`\n]*`(?=[ \t]*\\?$)")
 ONE_LINE = ("command", "declaration_command", "variable_assignments", "variable_assignment")
@@ -279,6 +282,15 @@ class Walk:
             self.run(words, own)
         for name, text in () if words else own.items():
             self.scope.assign(name, text)
+        for child in node.named_children:
+            if child.type == "herestring_redirect":
+                self.feed(self.of(node), scalar(self.of(child.children[-1]), self.scope))
+
+    def feed(self, receiver: str, text: str) -> None:
+        """Follow a text that is the input of the last command in `receiver`."""
+        words = receiver.rpartition("|")[2].split()
+        if words and not starts_nothing(words[0]):
+            self.follow(text)
 
     def sources(self, nodes: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         """Yield the words of a command or array; adjacent nodes without a blank are one word."""
@@ -317,10 +329,28 @@ class Walk:
                 self.text(" ".join(rest))
             case "true" | ":" | "false" | "exec" | "set":
                 self.status = Verdict(name != "false")
-            case _ if PurePosixPath(name).name in SHELLS and rest:
-                self.start(words, own)
-            case _:
+            case _ if starts_nothing(name):
                 self.keep(words, own)
+            case _:
+                self.launch(words, own)
+
+    def launch(self, words: list[Word], own: dict[str, str]) -> None:
+        """Follow the shell that a command starts, such as `srun bash -c TEXT`, or texts for one
+        elsewhere, such as `ssh HOST TEXT`; else record the command.
+        """
+        at = shell_in(words)
+        if at is not None and self.start(words[at:], own):
+            return
+        self.keep(words, own)
+        for word in words[1:]:
+            self.follow(word.text)
+
+    def follow(self, text: str) -> None:
+        """Walk a text that another shell runs, if it is bash that starts a program."""
+        if PROGRAM.search(text) and not parsed(text.encode())[0].has_error:
+            status = self.status
+            self.apart(lambda: self.text(text))
+            self.status = status
 
     def keep(self, words: list[Word], own: dict[str, str]) -> None:
         """Record a command with its environment."""
@@ -343,22 +373,23 @@ class Walk:
             text = " ".join(shown(word.text, self.scope.unknowns) for word in words)
             self.status = verdict_of(self.scope.mark(text, SUCCESS))
 
-    def start(self, words: list[Word], own: dict[str, str]) -> None:
-        """Follow `bash -c TEXT`, or `bash other.sh` if the other script was given too."""
-        options = [word.text for word in words[1:] if word.text.startswith("-")]
-        rest = [word for word in words[1:] if not word.text.startswith("-")]
-        is_text = any("c" in option for option in options if not option.startswith("--"))
+    def start(self, words: list[Word], own: dict[str, str]) -> bool:
+        """Follow `bash -c TEXT`, or `bash other.sh` if the other script was given too; False for
+        anything else.
+        """
+        texts = [word.text for word in words]
+        option = next((at for at, text in enumerate(texts) if re.match("-[a-z]*c", text)), 0)
+        rest = [word for word in words[option + 1 :] if not word.text.startswith("-")]
         target = PurePosixPath(rest[0].text).name if rest else ""
-        if not rest or not (is_text or target in self.others):
-            self.keep(words, own)
-            return
+        if not rest or not (option or target in self.others):
+            return False
 
         def body() -> None:
             self.scope.variables.update(
                 {key: Word(text, self.scope.origin) for key, text in own.items()}
             )
             self.scope.positional = rest[1:]
-            if is_text:
+            if option:
                 self.text(rest[0].text)
                 return
             self.script.started.add(target)
@@ -366,6 +397,7 @@ class Walk:
             self.text(self.others[target], is_file=True)
 
         self.apart(body)
+        return True
 
     def call(self, name: str, words: list[Word]) -> None:
         """Call a function of the script; `local` variables stay set, which such scripts do not
@@ -484,8 +516,12 @@ class Walk:
     # Groups, loops and functions
 
     def on_pipeline(self, node: Any) -> None:
+        first, num_before = node.named_children[0], len(self.script.commands)
         for child in node.named_children:
             self.apart(functools.partial(self.block, [child]))
+        if first.type == "command" and self.of(first).startswith(("echo ", "printf ")):
+            printed = self.script.commands[num_before].words[1:]
+            self.feed(self.of(node), " ".join(word.text for word in printed))
         self.status = verdict_of(self.scope.mark(self.of(node), SUCCESS))
 
     def on_subshell(self, node: Any) -> None:
@@ -580,9 +616,22 @@ class Walk:
         written = [*heredoc.children, *node.children]
         paths = [self.of(each.children[-1]) for each in written if each.type == "file_redirect"]
         paths = command[-1:] if command[:1] == ["tee"] else paths
+        origin = self.at(parts["heredoc_body"])
         if paths:
-            path = scalar(paths[0], self.scope)
-            self.script.documents[path] = Word(text, self.at(parts["heredoc_body"]))
+            self.script.documents[scalar(paths[0], self.scope)] = Word(text, origin)
+        else:
+            self.feed(self.of(parts.get("pipeline", body or heredoc)), text)
+
+
+def starts_nothing(name: str) -> bool:
+    """True for a command that starts none of its words, such as `echo`."""
+    return PurePosixPath(name).name in STARTING_NOTHING
+
+
+def shell_in(words: Sequence[Word]) -> int | None:
+    """Return the place of the first word that names a shell."""
+    names = (PurePosixPath(word.text).name for word in words)
+    return next((at for at, name in enumerate(names) if name in SHELLS), None)
 
 
 def merged(a: Scope, b: Scope, marks: str) -> Scope:

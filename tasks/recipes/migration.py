@@ -14,6 +14,7 @@ from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
 from interop.render.backend import add_backend
 from tasks.config import ChainConfig
+from tasks.recipes.first_recipe import Machine
 
 ROWS = "num_train_rows"
 ENOUGH_ROWS = 1_000_000  # enough for any batch; --tiny sets its own steps
@@ -42,7 +43,7 @@ def account_of_files(
     paths = [Path(chosen[1]), *files[1:]] if chosen and not files[0].exists() else list(files)
     try:
         place = int(chosen[2]) if chosen and paths != list(files) else None
-        reading = read_files(paths, given, place)
+        reading = read_files(paths, given, place, Machine.this().kind == "npu")
         num_rows = num_rows_of(reading.settings) if rows is None else _positive(rows)
         num_rows = num_rows or (ENOUGH_ROWS if is_tiny else None)
         facts = {} if num_rows is None else {ROWS: num_rows}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from interop import ForeignConfigError
+from interop.foreign_config import Setting
 from interop.hydra import parse_override, settings_of_yaml
 from interop.read import read_files
 from tests.verl_composed import folder_beside
@@ -136,24 +137,110 @@ def write(folder: Path, text: str | bytes, name: str = "run.sh") -> Path:
 MAIN = "python3 -m verl.trainer.main_ppo"
 
 
-def test_a_training_is_found_behind_launchers(tmp_path: Path) -> None:
-    two = "data.train_batch_size=8 trainer.nnodes=2"
-    for start in (
-        f"{MAIN} {two}",
-        f"nohup {MAIN} {two} > log 2>&1 &",
-        f"ray job submit --address=http://h:8265 --runtime-env=r.yaml -- {MAIN} {two}",
-        f"bash -c '{MAIN} {two}'",
-        f"torchrun --nproc_per_node=8 my/train.py {two} | tee log",
-        f"srun --nodes=2 uv run python -m recipe.mine.main {two}",
+TWO = "data.train_batch_size=8 trainer.nnodes=2"
+RUN = f"{MAIN} {TWO}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{RUN}",
+        f"nohup {RUN} > log 2>&1 &",
+        f"ray job submit --address=http://h:8265 --runtime-env=r.yaml -- {RUN}",
+        f"ray job submit -- bash -c '{RUN}'",
+        f"bash -c '{RUN}'",
+        f"torchrun --nproc_per_node=8 my/train.py {TWO} | tee log",
+        f"srun --nodes=2 uv run python -m recipe.mine.main {TWO}",
+        f"srun --label bash -c 'set -x; exec {RUN} 2>&1 | tee log'",
         f"cd /x && PYTHONUNBUFFERED=1 {MAIN} --config-path=config --config-name='ppo_trainer' "
-        f"{two}",
-    ):
-        reading = read_files([write(tmp_path, f"#!/bin/bash\n{start}\n")])
-        assert [setting[:2] for setting in reading.settings] == [
-            ("data.train_batch_size", 8),
-            ("trainer.nnodes", 2),
-        ]
-        assert reading.trainer == "verl"
+        f"{TWO}",
+        f"docker exec -it c bash -c '{RUN}'",
+        f"docker run --entrypoint bash image -c '{RUN}'",
+        f'apptainer exec --nv i.sif bash -lc "{RUN}"',
+        f'ssh -p 22 node "cd x && {RUN}"',
+        f"bash -c \"ssh node '{RUN}'\"",
+        f'tmux send-keys -t s "{RUN}" Enter',
+        f'sbatch --wrap="{RUN}"',
+        f"cat <<EOF | bash\n{RUN}\nEOF",
+        f"cat <<'EOF' | ssh node bash -s\n{RUN}\nEOF",
+        f"sbatch <<EOF\n#SBATCH -N 2\nsrun {RUN}\nEOF",
+        f'bash <<< "{RUN}"',
+        f'echo "{RUN}" | bash',
+        f"sudo -E env A=b {RUN}",
+        f"CMD='{RUN}'\necho $CMD\neval $CMD",
+        f"$PY -m verl.trainer.main_ppo {TWO}",
+    ],
+)
+def test_a_training_is_found_behind_launchers(tmp_path: Path, text: str) -> None:
+    reading = read_files([write(tmp_path, f"#!/bin/bash\n{text}\n")])
+    assert [setting[:2] for setting in reading.settings] == [
+        ("data.train_batch_size", 8),
+        ("trainer.nnodes", 2),
+    ]
+    assert reading.trainer == "verl"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"CMD='{RUN}'\necho $CMD",
+        f"echo {RUN} | tee cmd.txt",
+        f"cat <<EOF\nusage: {RUN}\nEOF",
+        f"cat > other.sh <<EOF\n{RUN}\nEOF",
+        "cp verl/trainer/main_ppo.py /tmp",
+        "grep -n python verl/trainer/main_ppo.py",
+        "sed -i s/a/b/ cli/train_grpo.py",
+        "[ -f cli/train_grpo.py ] && diff cli/train_grpo.py x",
+        "pkill -f 'python3 -m verl.trainer.main_ppo'",
+        "docker cp verl/trainer/main_ppo.py c:/x",
+    ],
+)
+def test_a_command_that_only_names_the_trainer_is_no_training(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ForeignConfigError, match="no training found"):
+        read_files([write(tmp_path, text)])
+
+
+def test_variables_before_the_trainer_are_its_environment(tmp_path: Path) -> None:
+    reading = read_files([write(tmp_path, f"export B=1\nenv A=b docker exec -e C=d c {RUN}")])
+    assert reading.environment == {"A": "b", "B": "1", "C": "d"}
+
+
+def test_names_and_logs_need_no_value_of_the_scripts_machine(tmp_path: Path) -> None:
+    text = (
+        f"NOW=$(date +%F)\n{RUN} trainer.experiment_name=dapo-$NOW-$(hostname) "
+        "trainer.project_name=$(whoami) trainer.default_local_dir=/c/$(hostname) "
+        "data.train_files=$(pwd)/a.parquet 2>&1 | tee $NOW.log \\\n"
+    )
+    reading = read_files([write(tmp_path, text)])
+    found = {setting.key: setting.value for setting in reading.settings}
+    assert found["trainer.experiment_name"] == "dapo"
+    assert found["trainer.project_name"] == "run"
+    assert found["trainer.default_local_dir"] == "/c/$(hostname)"
+    assert found["data.train_files"] == "./a.parquet"
+    assert "run.sh:2: trainer.project_name=$(whoami) becomes run: the rest is unknown here" in (
+        reading.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "has_npus", "why"),
+    [
+        ("run_npu_8b.sh", "", False, "the name run_npu_8b.sh:"),
+        ("run.sh", "export HCCL_BUFFSIZE=300\n", False, "the script sets HCCL_BUFFSIZE:"),
+        ("run.sh", "", True, "this machine has NPUs:"),
+        ("input.sh", "ASCEND=1\nD=a.b=1\n", False, None),
+        ("run_npu.sh", "D=trainer.device=cuda\n", True, "run_npu.sh:2"),
+    ],
+)
+def test_a_script_for_npus_gives_their_device(
+    tmp_path: Path, name: str, start: str, has_npus: bool, why: str | None
+) -> None:
+    path = write(tmp_path, f"{start}{RUN} $D", name)
+    given = {} if "D=" in start else {"D": ""}
+    reading = read_files([path], given, has_npus=has_npus)
+    found = [each for each in reading.settings if each.key == "trainer.device"]
+    expected = "cuda" if "cuda" in start else "npu"
+    assert found == ([] if why is None else [Setting("trainer.device", expected, why)])
 
 
 @pytest.mark.parametrize("change", ["crlf", "bom", "gb18030"])
@@ -175,10 +262,10 @@ def test_other_encodings_and_line_ends_are_read(tmp_path: Path, change: str) -> 
 
 
 def test_all_unknown_values_are_reported_at_once(tmp_path: Path) -> None:
-    text = f"""MODEL=${{MODEL:-$(pwd)/Qwen}}
+    text = f"""MODEL=${{MODEL:-$(realpath .)/Qwen}}
 NOW=$(date +%s)
 {MAIN} actor_rollout_ref.model.path=$MODEL/hf data.train_files=$DATA/a.parquet \\
-  trainer.default_local_dir=ckpts/$DATA trainer.experiment_name=x-$(uname -n) 2>&1 | tee $NOW.log
+  trainer.default_local_dir=ckpts/$DATA actor_rollout_ref.rollout.n=$(nproc) 2>&1 | tee $NOW.log
 """
     path = write(tmp_path, text)
     with pytest.raises(ForeignConfigError) as caught:
@@ -186,24 +273,22 @@ NOW=$(date +%s)
     lines = str(caught.value).splitlines()
     assert lines[0] == "3 values known only on the script's machine; give each with --set-env:"
     assert lines[1].startswith(
-        "  --set-env MODEL=...  run.sh:1, from $(pwd); affects actor_rollout_ref.model.path "
+        "  --set-env MODEL=...  run.sh:1, from $(realpath .); affects actor_rollout_ref.model.path "
         "(run.sh:3)"
     )
     assert lines[2] == (
-        "  --set-env DATA=...  run.sh:3, not set by the script; affects data.train_files "
-        "(run.sh:3), "
-        "trainer.default_local_dir (run.sh:4)"
+        "  --set-env DATA=...  run.sh:3, not set by the script; affects data.train_files (run.sh:3)"
     )
-    assert lines[3].startswith("  --set-env '$(uname -n)=...'  run.sh:4, a command's output")
-    reading = read_files([path], {"MODEL": "/m", "DATA": "/d", "$(uname -n)": "node"})
+    assert lines[3].startswith("  --set-env '$(nproc)=...'  run.sh:4, a command's output")
+    reading = read_files([path], {"MODEL": "/m", "DATA": "/d", "$(nproc)": "8"})
     assert [setting.value for setting in reading.settings] == [
         "/m/hf",
         "/d/a.parquet",
         "ckpts//d",
-        "x-node",
+        8,
     ]
     with pytest.raises(ForeignConfigError, match=r"--set-env OTHER: not used in run.sh"):
-        read_files([path], {"MODEL": "/m", "DATA": "/d", "$(uname -n)": "node", "OTHER": "1"})
+        read_files([path], {"MODEL": "/m", "DATA": "/d", "$(nproc)": "8", "OTHER": "1"})
 
 
 def test_several_trainings_and_none(tmp_path: Path) -> None:
