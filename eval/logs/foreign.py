@@ -13,12 +13,11 @@ from typing import Any
 
 from durable import parse_json
 from eval.answers.choice import are_options
-from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
+from eval.problems.columns import final_answer
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
-from eval.problems.sets.mathematics import after_hashes
 from eval.requests.recorder import regrade_row
 from eval.requests.replies import read_content, read_count
 from eval.results.rows import (
@@ -175,7 +174,7 @@ def _row(identity: object, prompt: Prompt, response: object, gold: object, **oth
         "failure": "no response in the log" if is_failed else None,
     }
     known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": text}
-    gold = _gold_of(_text_of(gold, f"row {identity}: the gold answer"))
+    gold = final_answer(_text_of(gold, f"row {identity}: the gold answer"))
     return Row(**{**fields, **known, "gold": gold, **others})
 
 
@@ -187,11 +186,6 @@ def _text_of(value: object, what: str) -> str:
         return str(value)
     kind = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
     raise ResultsError(f"{what} is not text but {kind}: {str(value)[:100]}; correct this row")
-
-
-def _gold_of(text: str) -> str:
-    """Return the answer of a gold solution, in its last box or after ####, else the whole text."""
-    return extract_boxed(text) or (after_hashes(text) if "####" in text else text.strip())
 
 
 def _require_answers(log: Log) -> None:

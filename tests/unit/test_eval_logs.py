@@ -201,7 +201,7 @@ def test_the_answers_of_gold_solutions_in_a_log_are_read_as_in_gsm8k_and_math(
     )
     summary = import_log(file, tmp_path / "out")
     assert fields_of(tmp_path / "out", "gold", "verdict") == [
-        *(("1018", "right"), ("18", "right"), ("18", "right"), ("18", "wrong"))
+        *(("1,018", "right"), ("18", "right"), ("18", "right"), ("18", "wrong"))
     ]
     recorded = {"max_tokens": 256, "stop": ["Question:"], "temperature": None, "seed": None}
     assert recorded.items() <= summary.settings["sampling"].items()
