@@ -227,7 +227,9 @@ def _write_answers(
         while engine.num_unfinished():
             for response in engine.step():
                 item = items[int(response.request_id)]
-                text = str(tokenizer.decode(response.response_ids, skip_special_tokens=True))
+                text = str(
+                    tokenizer.decode(response.response_ids.tolist(), skip_special_tokens=True)
+                )
                 verdict = grade(text, response.finish_reason, item.gold).verdict
                 row = {
                     "id": item.id,

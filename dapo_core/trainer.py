@@ -104,26 +104,30 @@ class Trainer:
         """Run training step `number`, starting at 1; returns its metrics."""
         config, timer = self.config, PhaseTimer()
         draw = self._draw(number, timer)
-        metrics = draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
+        with timer.phase("metrics"):
+            metrics = draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
 
         if draw.groups:  # empty if on_exhausted=skip_step skips the step
-            groups = shuffled(draw.groups, config.run.seed, number)
-            drawn = build_batch(groups, config.reward.mask_truncated, self.policy_version)
+            with timer.phase("pack"):
+                groups = shuffled(draw.groups, config.run.seed, number)
+                drawn = build_batch(groups, config.reward.mask_truncated, self.policy_version)
             batch, stats = self._anchor(drawn, timer)
             batch, kl_metrics = self._weigh(batch, stats, timer)
             updates, stats = self._learn(batch, stats, number, timer)
-            require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
+            with timer.phase("metrics"):
+                require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
+                metrics |= kl_metrics
+                metrics |= training_metrics(groups, drawn, batch, stats, updates, config)
+                seconds = timer.seconds["update_actor"]
+                metrics |= self.utilization.metrics(batch, seconds, config.train.passes)
             metrics |= self._publish(batch, updates[-1].policy_version, timer)
-            metrics |= kl_metrics
-            metrics |= training_metrics(groups, drawn, batch, stats, updates, config)
-            seconds = timer.seconds["update_actor"]
-            metrics |= self.utilization.metrics(batch, seconds, config.train.passes)
 
         self.cluster.policy.refresh_reference(number, timer)
         self.num_steps = number
         metrics |= self._validate(number, timer)
-        metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
-        metrics |= self.turns.memory_metrics()
+        with timer.phase("metrics"):
+            metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
+            metrics |= self.turns.memory_metrics()
         self._keep(metrics, timer)
         metrics |= timing_metrics(timer.read(), draw.groups, config.num_devices)
         self._log(number, metrics)

@@ -111,7 +111,7 @@ class Validation:
         return {
             "set": prompt.dataset or prompt.data_source,
             "prompt": self.tokenizer.decode(list(prompt.prompt_ids)),
-            "response": self.tokenizer.decode(rollout.response_ids),
+            "response": self.tokenizer.decode(rollout.response_ids.tolist()),
             "answer": rollout.answer,
             "gold": prompt.ground_truth,
             "score": rollout.score,

@@ -34,8 +34,8 @@ def make_group(
     )
     rollouts = [
         Rollout(
-            response_ids=[draw.randrange(5, 200) for _ in range(length)],
-            rollout_log_probs=[-1.5] * length,
+            response_ids=np.array([draw.randrange(5, 200) for _ in range(length)], np.int32),
+            rollout_log_probs=np.full(length, -1.5, np.float32),
             finish_reason="stop",
             score=0.0 if math.isnan(reward) else reward,
             overlong_penalty=0.0,

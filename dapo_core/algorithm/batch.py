@@ -100,37 +100,41 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
     limit. Tokens sampled before `policy_version` are stale. Old log-probs are None and advantages
     NaN.
     """
-    pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+    prompts = [np.array(group.prompt.prompt_ids) for group in groups]
+    pairs = [
+        (prompt_ids, rollout)
+        for prompt_ids, group in zip(prompts, groups, strict=True)
+        for rollout in group.rollouts
+    ]
     group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
     response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
     width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
     num_response_tokens = max(*response_lengths, 1)
-    token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
-    mask = torch.zeros(len(pairs), num_response_tokens, dtype=torch.bool)
-    rollout_log_probs = torch.zeros(len(pairs), num_response_tokens)
-    is_stale = torch.zeros_like(mask)
+    token_ids = np.zeros((len(pairs), width), np.int64)
+    rollout_log_probs = np.zeros((len(pairs), num_response_tokens), np.float32)
+    mask = np.zeros(rollout_log_probs.shape, np.bool_)
+    is_stale = np.zeros_like(mask)
     for row, (prompt_ids, rollout) in enumerate(pairs):
-        sequence = [*prompt_ids, *rollout.response_ids]
-        token_ids[row, : len(sequence)] = torch.tensor(sequence)
-        rollout_log_probs[row, : response_lengths[row]] = torch.tensor(rollout.rollout_log_probs)
-        mask[row, : response_lengths[row]] = rollout.is_scored and not (
-            mask_truncated and rollout.is_truncated
-        )
+        start, length = prompt_lengths[row], response_lengths[row]
+        token_ids[row, :start] = prompt_ids
+        token_ids[row, start : start + length] = rollout.response_ids
+        rollout_log_probs[row, :length] = rollout.rollout_log_probs
+        mask[row, :length] = rollout.is_scored and not (mask_truncated and rollout.is_truncated)
         first = 0
         for version, num_tokens in rollout.versions:
             is_stale[row, first : first + num_tokens] = version < policy_version
             first += num_tokens
     return Batch(
-        token_ids=token_ids,
+        token_ids=torch.from_numpy(token_ids),
         prompt_lengths=torch.tensor(prompt_lengths),
         response_lengths=torch.tensor(response_lengths),
-        response_mask=mask,
+        response_mask=torch.from_numpy(mask),
         group_ids=torch.tensor(group_ids),
         rewards=torch.tensor([rollout.reward for _, rollout in pairs], dtype=torch.float64),
         is_scored=torch.tensor([rollout.is_scored for _, rollout in pairs]),
-        rollout_log_probs=rollout_log_probs,
-        is_stale=is_stale,
+        rollout_log_probs=torch.from_numpy(rollout_log_probs),
+        is_stale=torch.from_numpy(is_stale),
         advantages=torch.full((len(pairs),), float("nan")),
     )
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load, save
 
 from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.draw.prompts import Prompt
-from dapo_core.engines.base import Response
+from dapo_core.engines.base import NO_IDS, NO_LOG_PROBS, Response
 from dapo_core.errors import CheckpointError
 
 STATE_FILE = "trainer_state.json"
@@ -24,8 +24,9 @@ GROUPS_FILE = (
 )
 TOKENS_FILE = "carried_tokens.safetensors"  # tokens of their responses, concatenated
 
+_NO_TOKENS = {"response_ids": NO_IDS, "rollout_log_probs": NO_LOG_PROBS}
+
 Parsed = TypeVar("Parsed")
-Sampled = TypeVar("Sampled", Rollout, Response)
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,20 @@ class TrainerState:
 
 def state_files(state: TrainerState) -> dict[str, bytes]:
     """Return the state as file contents by file name."""
-    responses = _responses(state.surplus, state.unfinished)
-    num_tokens = [len(response.response_ids) for response in responses]
-    ids = chain.from_iterable(response.response_ids for response in responses)
-    log_probs = chain.from_iterable(response.rollout_log_probs for response in responses)
+    responses = list(chain.from_iterable(_responses(state.surplus, state.unfinished)))
+    ids = [NO_IDS, *(each.response_ids for each in responses)]
+    log_probs = [NO_LOG_PROBS, *(each.rollout_log_probs for each in responses)]
     tokens: dict[str, np.ndarray] = {
-        "num_tokens": np.array(num_tokens, dtype=np.int64),
-        "response_ids": np.fromiter(ids, np.int32, sum(num_tokens)),
-        # Python's precision
-        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),
+        "num_tokens": np.array([len(each) for each in ids[1:]], dtype=np.int64),
+        "response_ids": np.concatenate(ids),
+        "rollout_log_probs": np.concatenate(log_probs),
     }
-    groups = {
-        "surplus": [
-            asdict(replace(group, rollouts=_without_tokens(group.rollouts)))
-            for group in state.surplus
-        ],
-        "unfinished": [
-            asdict(replace(request, responses=_without_tokens(request.responses)))
-            for request in state.unfinished
-        ],
-    }
+    groups = {"surplus": state.surplus, "unfinished": state.unfinished}
     values = asdict(replace(state, surplus=[], unfinished=[]))
     del values["surplus"], values["unfinished"]
     return {
         STATE_FILE: json.dumps(values).encode(),
-        GROUPS_FILE: json.dumps(groups).encode(),
+        GROUPS_FILE: json.dumps(groups, default=_without_tokens).encode(),
         TOKENS_FILE: save(tokens),
     }
 
@@ -99,31 +89,35 @@ def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
         ) from error
 
 
-def _responses(
-    surplus: Sequence[Group], unfinished: Sequence[GroupRequest]
-) -> list[Rollout | Response]:
-    """Return the responses of all groups in the order of their tokens in the file."""
-    finished = chain.from_iterable(group.rollouts for group in surplus)
-    return [*finished, *chain.from_iterable(request.responses for request in unfinished)]
+def _responses(surplus: Sequence[Group], unfinished: Sequence[GroupRequest]) -> list[list[Any]]:
+    """Return the responses of each group in the order of their tokens in the file."""
+    return [group.rollouts for group in surplus] + [request.responses for request in unfinished]
 
 
-def _without_tokens(responses: Sequence[Sampled]) -> list[Sampled]:
-    return [replace(response, response_ids=[], rollout_log_probs=[]) for response in responses]
+def _without_tokens(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass except arrays."""
+    return {name: each for name, each in vars(value).items() if not isinstance(each, np.ndarray)}
 
 
-def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]) -> None:
+def _fill(groups: Sequence[list[Any]], tokens: dict[str, np.ndarray]) -> None:
     """Fill in the responses' tokens; raises ValueError if the tokens do not match the responses."""
     num_tokens, ids = tokens["num_tokens"], tokens["response_ids"]
     log_probs = tokens["rollout_log_probs"]
+    num_responses = sum(map(len, groups))
     has_lengths = {len(ids), len(log_probs)} == {int(num_tokens.sum())}
-    if len(num_tokens) != len(responses) or (num_tokens < 0).any() or not has_lengths:
+    if len(num_tokens) != num_responses or (num_tokens < 0).any() or not has_lengths:
         raise ValueError(
-            f"{len(ids)} tokens for {len(num_tokens)} responses, but {len(responses)} are carried"
+            f"{len(ids)} tokens for {len(num_tokens)} responses, but {num_responses} are carried"
         )
     places = pairwise(accumulate(num_tokens.tolist(), initial=0))
-    for response, (start, end) in zip(responses, places, strict=True):
-        response.response_ids[:] = ids[start:end].tolist()
-        response.rollout_log_probs[:] = log_probs[start:end].tolist()
+    for responses in groups:
+        for number, response in enumerate(responses):
+            start, end = next(places)
+            responses[number] = replace(
+                response,
+                response_ids=ids[start:end].astype(np.int32),
+                rollout_log_probs=log_probs[start:end].astype(np.float32),
+            )
 
 
 def _carried(values: dict[str, Any]) -> tuple[list[Group], list[GroupRequest]]:
@@ -133,14 +127,14 @@ def _carried(values: dict[str, Any]) -> tuple[list[Group], list[GroupRequest]]:
 
 def _group(values: dict[str, Any]) -> Group:
     rollouts = [
-        Rollout(**{**rollout, "versions": _spans(rollout["versions"])})
+        Rollout(**{**rollout, **_NO_TOKENS, "versions": _spans(rollout["versions"])})
         for rollout in values["rollouts"]
     ]
     return Group(**{**values, "prompt": _prompt(values["prompt"]), "rollouts": rollouts})
 
 
 def _group_request(values: dict[str, Any]) -> GroupRequest:
-    responses = [Response(**response) for response in values["responses"]]
+    responses = [Response(**{**response, **_NO_TOKENS}) for response in values["responses"]]
     versions = [_spans(spans) for spans in values["versions"]]
     parsed = {"prompt": _prompt(values["prompt"]), "responses": responses, "versions": versions}
     return GroupRequest(**{**values, **parsed})

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError
 
 from dapo_core.cluster.actors import Actors
-from dapo_core.draw.groups import Group, GroupRequest
+from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.rollout import Progress
-from dapo_core.engines.base import Sequences
+from dapo_core.engines.base import Response, Sequences
 from dapo_core.errors import RolloutError
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
 SILENCE_SECONDS = 1.0  # after which `finished` returns nothing
+
+Sampled = TypeVar("Sampled", Rollout, Response)
 
 
 class RolloutGroup:
@@ -74,8 +77,9 @@ class RolloutGroup:
         ]
         self._in_flight = [0] * len(self.workers)
         self._tokens = [0] * len(self.workers)
-        requests = self._get([worker.suspend.remote() for worker in busy])
-        return late, sorted(chain(*requests), key=lambda request: request.group_id)
+        requests = chain(*self._get([worker.suspend.remote() for worker in busy]))
+        own = [replace(request, responses=owned(request.responses)) for request in requests]
+        return late, sorted(own, key=lambda request: request.group_id)
 
     def take_reward_seconds(self) -> float:
         """Return the most seconds since the last call that a worker waited only for scores."""
@@ -101,7 +105,7 @@ class RolloutGroup:
         self._in_flight[number] -= len(progress.groups)
         self._tokens[number] = progress.num_open_tokens
         self._reward_seconds[number] += progress.reward_seconds
-        return progress.groups
+        return [replace(group, rollouts=owned(group.rollouts)) for group in progress.groups]
 
     def _get(self, references: Any) -> Any:
         try:
@@ -112,3 +116,15 @@ class RolloutGroup:
                 "(try another rollout.engine) or an engine step takes longer (raise "
                 "sampler.max_seconds_without_kept)"
             ) from None
+
+
+def owned(responses: Sequence[Sampled]) -> list[Sampled]:
+    """Return copies of responses from Ray, whose arrays would keep its object store full."""
+    return [
+        replace(
+            response,
+            response_ids=response.response_ids.copy(),
+            rollout_log_probs=response.rollout_log_probs.copy(),
+        )
+        for response in responses
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from dapo_core.draw.prompts import Prompt
-from dapo_core.engines.base import FinishReason, Response
+from dapo_core.engines.base import FinishReason, LogProbs, Response, TokenIds
 from dapo_core.model.sampling import Sampling
 from dapo_core.reward.scorers import Verdict
 
@@ -17,8 +17,8 @@ VersionSpans = list[tuple[int, int]]
 class Rollout:
     """One scored response."""
 
-    response_ids: list[int]  # [R]
-    rollout_log_probs: list[float]  # [R], from the engine that sampled
+    response_ids: TokenIds
+    rollout_log_probs: LogProbs  # from the engine that sampled
     finish_reason: FinishReason
     score: float
     overlong_penalty: float

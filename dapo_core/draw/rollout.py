@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from dapo_core.config.compat import Compat
 from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
-from dapo_core.engines.base import Engine, GenerationRequest, Response, Sequences
+from dapo_core.engines.base import (
+    NO_IDS,
+    NO_LOG_PROBS,
+    Engine,
+    GenerationRequest,
+    Response,
+    Sequences,
+)
 from dapo_core.engines.engine_thread import EngineThread
 from dapo_core.machine.device import device_for
 from dapo_core.reward.pool import RewardPool, ScoreRequest
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
     from dapo_core.weights.links import Link
     from dapo_core.weights.plan import WeightPlan
     from dapo_core.weights.proof import Loaded
+
+
+NOT_BEGUN = Response("", NO_IDS, NO_LOG_PROBS, "abort")
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,7 @@ class RolloutWorker:
             num_samples = request.num_samples or self.group_size
             group = _OpenGroup(request, num_samples, self.engine.policy_version)
             self._open[request.group_id] = group
-            begun = request.responses or [Response("", [], [], "abort")] * num_samples
-            for sample, so_far in enumerate(begun):
+            for sample, so_far in enumerate(request.responses or [NOT_BEGUN] * num_samples):
                 if so_far.finish_reason == "abort":
                     unfinished.append(self._generation_request(request, sample, so_far))
                 else:
@@ -197,7 +206,8 @@ class RolloutWorker:
         # after a suspend, the same response may come again
         key = f"{response.request_id}#{self._num_scored}"
         self._scoring[key] = (group_id, sample)
-        fields = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
+        ids = response.response_ids.tolist()
+        fields = prompt.data_source, ids, prompt.ground_truth, prompt.extra_info
         self.pool.submit(key, ScoreRequest(*fields, prompt.prompt_ids))
 
     def _take_scores(self) -> list[Group]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt_ids, response_ids)
+TokenIds = NDArray[np.int32]  # [R]
+LogProbs = NDArray[np.float32]  # [R]
+NO_IDS, NO_LOG_PROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,10 @@ class GenerationRequest:
     request_id: str
     prompt_ids: Sequence[int]
     seed: int
-    response_ids: Sequence[int] = ()  # already sampled, possibly with older weights
-    rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
+    # already sampled, possibly with older weights
+    response_ids: TokenIds = field(default_factory=lambda: NO_IDS)
+    # of response_ids, from the weights that sampled them
+    rollout_log_probs: LogProbs = field(default_factory=lambda: NO_LOG_PROBS)
     sampling: Sampling | None = None  # None: the engine's settings
 
 
@@ -48,8 +57,8 @@ class Response:
     """
 
     request_id: str
-    response_ids: list[int]  # [R]
-    rollout_log_probs: list[float]  # [R]
+    response_ids: TokenIds
+    rollout_log_probs: LogProbs
     finish_reason: FinishReason
 
 
@@ -101,12 +110,13 @@ class Row:
     """A response being sampled."""
 
     request: GenerationRequest
-    response_ids: list[int]  # the request's, followed by the sampled ones
-    rollout_log_probs: list[float]
+    response_ids: array[int]  # int32: the request's, followed by the sampled ones
+    rollout_log_probs: array[float]  # float32
 
     def response(self, reason: FinishReason) -> Response:
         """Return the response so far."""
-        return Response(self.request.request_id, self.response_ids, self.rollout_log_probs, reason)
+        tokens = np.array(self.response_ids), np.array(self.rollout_log_probs)
+        return Response(self.request.request_id, *tokens, reason)
 
 
 class Engine(ABC):
@@ -140,7 +150,8 @@ class Engine(ABC):
         """Queue requests with unique ids; nothing is computed until `step`."""
         self._require_awake("accept requests", OF_ENGINES)
         for request in requests:
-            row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
+            ids, log_probs = request.response_ids, request.rollout_log_probs
+            row = Row(request, array("i", ids.tobytes()), array("f", log_probs.tobytes()))
             self._queue(row)
             self._rows[request.request_id] = row
 

@@ -79,7 +79,7 @@ class VllmEngine(Engine):
         sampling = request.sampling or settings.sampling
         self._add(
             request.request_id,
-            [*request.prompt_ids, *request.response_ids],
+            [*request.prompt_ids, *row.response_ids],
             **({"temperature": 0.0} if sampling.is_greedy else asdict(sampling)),
             seed=_seed(request),
             max_tokens=settings.max_response_tokens - len(request.response_ids),
@@ -91,8 +91,8 @@ class VllmEngine(Engine):
         responses = []
         for output in self._engine.step() if self._rows else []:
             row, new = self._rows[output.request_id], output.outputs[0]
-            row.response_ids += new.token_ids
-            row.rollout_log_probs += _chosen(new.logprobs, new.token_ids)
+            row.response_ids.extend(new.token_ids)
+            row.rollout_log_probs.extend(_chosen(new.logprobs, new.token_ids))
             if output.finished:
                 del self._rows[output.request_id]
                 reason: FinishReason = "length" if new.finish_reason == "length" else "stop"
@@ -375,7 +375,7 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 def _seed(request: GenerationRequest) -> int:
     """Return the request's seed; a resumed response gets another, to not repeat its numbers."""
-    if not request.response_ids:
+    if not len(request.response_ids):
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

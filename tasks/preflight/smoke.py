@@ -152,7 +152,7 @@ def _respond(model: Path, config: ChainConfig) -> int:
                 responses += engine.abort(["smoke"])
     finally:
         engine.close()
-    if not responses[0].response_ids:
+    if not len(responses[0].response_ids):
         given = f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}"
         raise ModelError(f"{given}; check model.path")
     return len(responses[0].response_ids)

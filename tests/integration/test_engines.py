@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.engines.base import Engine, GenerationRequest, Response
+from dapo_core.engines.base import Engine, GenerationRequest, LogProbs, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.model.sampling import GREEDY, Sampling
@@ -104,7 +105,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response
 
 
 def tokens_of(responses: dict[str, Response]) -> dict[str, list[int]]:
-    return {name: response.response_ids for name, response in responses.items()}
+    return {name: response.response_ids.tolist() for name, response in responses.items()}
 
 
 def reference_log_probs(
@@ -118,12 +119,12 @@ def reference_log_probs(
     return log_probs[first - 1 : -1].gather(1, token_ids[0, first:].unsqueeze(-1)).squeeze(-1)
 
 
-def largest_difference(given: list[float], expected: torch.Tensor) -> float:
+def largest_difference(given: Sequence[float] | LogProbs, expected: torch.Tensor) -> float:
     assert len(given) == len(expected) > 0
     return (torch.tensor(given) - expected).abs().max().item()
 
 
-def require_equal(given: list[float], expected: torch.Tensor) -> None:
+def require_equal(given: Sequence[float] | LogProbs, expected: torch.Tensor) -> None:
     assert largest_difference(given, expected) < 1e-4
 
 
@@ -174,14 +175,14 @@ def test_log_probs_equal_a_plain_forward_pass(engine, model_path):
 
 def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
     requests = make_requests()
-    together = run(engine, requests)
+    together = tokens_of(run(engine, requests))
     for request in requests[:6]:
-        alone = run(engine, [request])[request.request_id]
-        assert alone.response_ids == together[request.request_id].response_ids
-    other_seed = run(engine, [replace(requests[0], seed=77)])["0"]
-    assert other_seed.response_ids != together["0"].response_ids
+        alone = tokens_of(run(engine, [request]))
+        assert alone[request.request_id] == together[request.request_id]
+    other_seed = tokens_of(run(engine, [replace(requests[0], seed=77)]))
+    assert other_seed["0"] != together["0"]
     # siblings: same prompt, different seeds
-    assert together["0"].response_ids != together["1"].response_ids
+    assert together["0"] != together["1"]
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
@@ -225,7 +226,7 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
             eos_token_id=END,
             pad_token_id=0,
         )
-        assert response.response_ids == expected[0, len(request.prompt_ids) :].tolist()
+        assert response.response_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
         at_temperature_one = reference_log_probs(model, request.prompt_ids, response.response_ids)
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
@@ -287,15 +288,17 @@ def test_abort_returns_partial_responses_and_leaves_others_unchanged(engine):
     assert set(partial) == {"0", "1"}
     for name, response in partial.items():
         assert response.finish_reason == "abort"
-        assert response.response_ids == undisturbed[name].response_ids[:3]
+        assert response.response_ids.tolist() == undisturbed[name].response_ids[:3].tolist()
         assert response.rollout_log_probs == pytest.approx(
             undisturbed[name].rollout_log_probs[:3], abs=1e-4
         )
     assert engine.num_unfinished() == 2
     rest = finish(engine)
-    assert tokens_of(rest) == {name: undisturbed[name].response_ids for name in ("2", "3")}
+    assert tokens_of(rest) == {name: undisturbed[name].response_ids.tolist() for name in ("2", "3")}
     engine.submit(requests[:1])
-    assert engine.abort(["0"]) == [Response("0", [], [], "abort")]  # nothing has been computed yet
+    (nothing,) = engine.abort(["0"])  # before anything has been computed
+    assert (len(nothing.response_ids), len(nothing.rollout_log_probs)) == (0, 0)
+    assert nothing.finish_reason == "abort"
     assert engine.step() == []
 
 
@@ -324,7 +327,8 @@ def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
     assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
     for request in requests:
         response = responses[request.request_id]
-        assert response.response_ids[:5] == partial[request.request_id].response_ids
+        so_far = partial[request.request_id].response_ids
+        assert response.response_ids[:5].tolist() == so_far.tolist()
         old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
         new = reference_log_probs(new_model, request.prompt_ids, response.response_ids)
         require_equal(response.rollout_log_probs, torch.cat([old[:5], new[5:]]))
@@ -343,15 +347,16 @@ def test_a_resumed_response_does_not_repeat_its_random_numbers(engine, model_pat
     whole = run(engine, requests)
     halves = {name: response.response_ids[:8] for name, response in whole.items()}
     assert min(map(len, halves.values())) == 8
+    log_probs = np.full(8, -1, np.float32)
     resumed = [
-        replace(each, response_ids=halves[each.request_id], rollout_log_probs=[-1.0] * 8)
+        replace(each, response_ids=halves[each.request_id], rollout_log_probs=log_probs)
         for each in requests
     ]
     first, second = run(engine, resumed), run(engine, resumed)
     assert tokens_of(first) == tokens_of(second)  # the seed decides
-    for name, response in first.items():
-        assert response.response_ids[:8] == halves[name]
-        assert response.response_ids[8:16] != halves[name]
+    for name, response_ids in tokens_of(first).items():
+        assert response_ids[:8] == halves[name].tolist()
+        assert response_ids[8:16] != halves[name].tolist()
 
 
 def test_wrong_weights_are_reported_and_a_complete_update_recovers(engine, model_path):

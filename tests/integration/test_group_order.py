@@ -118,7 +118,8 @@ def test_unfinished_groups_resume_with_the_version_of_each_token(stream: Seen) -
             for old, spans, rollout in zip(
                 request.responses, request.versions, group.rollouts, strict=True
             ):
-                assert rollout.response_ids[: len(old.response_ids)] == old.response_ids
+                num_old = len(old.response_ids)
+                assert rollout.response_ids[:num_old].tolist() == old.response_ids.tolist()
                 assert rollout.versions[: len(spans)] == spans
                 assert sum(count for _, count in rollout.versions) == len(rollout.response_ids)
                 num_continued += len(rollout.versions) > len(spans) > 0

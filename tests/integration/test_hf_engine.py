@@ -32,8 +32,8 @@ def test_hf_resumed_responses_equal_uninterrupted_ones(model_path: Path) -> None
             so_far = (partial.response_ids, partial.rollout_log_probs)
             engine.submit([replace(request, response_ids=so_far[0], rollout_log_probs=so_far[1])])
         responses |= finish(engine)
-        assert {name: responses[name].response_ids for name in uninterrupted} == {
-            name: response.response_ids for name, response in uninterrupted.items()
+        assert {name: responses[name].response_ids.tolist() for name in uninterrupted} == {
+            name: response.response_ids.tolist() for name, response in uninterrupted.items()
         }
     engine.close()
 

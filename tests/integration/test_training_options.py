@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dapo_core import trainer
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_state
 from dapo_core.metrics.log import METRICS_FILE
@@ -195,6 +197,29 @@ def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
         assert 0 < line["sampler/staleness/token_ratio"] <= 1
         assert 0 < line["rollout/importance_mean"] <= 2
         assert 0 <= line["rollout/importance_truncated_ratio"] < 1
+
+
+def test_time_in_the_driver_shows_in_the_phases_of_a_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every function that a step calls in the driver takes half a second more."""
+    delayed = ("draw_metrics", "shuffled", "build_batch", "require_sampled_alike", "weigh")
+    for name in (*delayed, "training_metrics", "probe_difference", "TrainerState"):
+        call = getattr(trainer, name)
+        monkeypatch.setattr(
+            trainer,
+            name,
+            lambda *given, _call=call, **named: (
+                time.sleep(0.5) or _call(*given, **named)  # type: ignore[func-returns-value]
+            ),
+        )
+    lines = start(LENGTH_SCORER, sampler={"metric": "score"}, train={"total_steps": 2})
+    unseen = []
+    for line in lines:
+        phases = [each for each in line if each.startswith("timing_s/") and each != "timing_s/step"]
+        unseen.append(line["timing_s/step"] - sum(line[phase] for phase in phases))
+        assert line["timing_s/step"] > 8 * 0.5
+    assert min(unseen) < 0.25, unseen  # another process may delay one step
 
 
 def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:

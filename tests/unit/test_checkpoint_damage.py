@@ -44,6 +44,7 @@ from tests.checkpoints import (
     make_writer,
     names_in,
 )
+from tests.plain import plain
 
 SHARD = "__0_0.distcp"
 
@@ -313,7 +314,7 @@ def test_carried_groups_are_parsed_only_by_the_trainer(
     monkeypatch.setattr(state, "_carried", lambda values: parsed.append(values) or _carried(values))
     verify_checkpoint(folder / "step_000015")
     assert parsed == []
-    assert read_state(folder / "step_000015") == make_state(15)
+    assert plain(read_state(folder / "step_000015")) == plain(make_state(15))
     assert len(parsed) == 1
     (folder / "step_000015" / MANIFEST_FILE).unlink()
     verify_checkpoint(folder / "step_000015")

@@ -27,11 +27,30 @@ from dapo_core.checkpoint.state import (
 )
 from dapo_core.errors import CheckpointError
 from tests.checkpoints import make_state, write_state
+from tests.plain import plain
 
 
 def test_the_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
     state = make_state(20, accuracy=1 / 3)
-    assert read_state(write_state(tmp_path, state)) == state
+    assert plain(read_state(write_state(tmp_path, state))) == plain(state)
+
+
+def test_log_probs_in_double_precision_are_read(tmp_path: Path) -> None:
+    """As earlier checkpoints hold them, with empty lists of tokens beside them."""
+    state = make_state(20)
+    path = write_state(tmp_path, state)
+    tokens = load((path / TOKENS_FILE).read_bytes())
+    tokens["rollout_log_probs"] = tokens["rollout_log_probs"].astype(np.float64)
+    (path / TOKENS_FILE).write_bytes(save(tokens))
+    groups = json.loads((path / GROUPS_FILE).read_text(encoding="utf-8"))
+    responses = [each for group in groups["surplus"] for each in group["rollouts"]]
+    for response in [*responses, *groups["unfinished"][0]["responses"]]:
+        response |= {"response_ids": [], "rollout_log_probs": []}
+    (path / GROUPS_FILE).write_text(json.dumps(groups), encoding="utf-8")
+    read = read_state(path)
+    assert plain(read) == plain(state)
+    rollout = read.surplus[0].rollouts[0]
+    assert (rollout.response_ids.dtype, rollout.rollout_log_probs.dtype) == (np.int32, np.float32)
 
 
 def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
@@ -40,7 +59,7 @@ def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
     state.surplus[0].rollouts[0].rollout_log_probs[:] = odd
     state = replace(state, metrics=dict(zip("abc", odd, strict=True)))
     read = read_state(write_state(tmp_path, state))
-    for values in (read.surplus[0].rollouts[0].rollout_log_probs, list(read.metrics.values())):
+    for values in map(list, (read.surplus[0].rollouts[0].rollout_log_probs, read.metrics.values())):
         assert values[:2] == odd[:2]
         assert math.isnan(values[2])
 

@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from dapo_core.cluster.rollout_group import owned
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import Prompt
-from dapo_core.draw.rollout import RolloutWorker, sample_seed
+from dapo_core.draw.rollout import NOT_BEGUN, RolloutWorker, sample_seed
 from dapo_core.engines.base import GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import GREEDY
 from tests.configs import make_config
+from tests.plain import plain
 from tests.processes import wait_until
 from tests.tiny_models import tiny_engine_settings
 
@@ -127,14 +130,14 @@ def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> d
     while len(responses) < len(requests):
         assert time.monotonic() < deadline
         responses |= {
-            response.request_id: response.response_ids for response in worker.engine.take()
+            response.request_id: response.response_ids.tolist() for response in worker.engine.take()
         }
         time.sleep(0.001)  # the engine decodes on a thread of this process
     return responses
 
 
 def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
-    return [[rollout.response_ids for rollout in group.rollouts] for group in groups]
+    return [[rollout.response_ids.tolist() for rollout in group.rollouts] for group in groups]
 
 
 def test_groups_contain_sampled_tokens_and_their_scores(
@@ -147,7 +150,7 @@ def test_groups_contain_sampled_tokens_and_their_scores(
         assert group.group_id == group_id
         for rollout in group.rollouts:
             assert rollout.versions == [(0, len(rollout.response_ids))]
-            text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+            text = tokenizer.decode(rollout.response_ids.tolist(), skip_special_tokens=True)
             assert rollout.score == len(text) + group.prompt.index
             assert rollout.acc == len(text) % 2
             # from 16 tokens on, an eighth of 0.5 for each token
@@ -155,6 +158,8 @@ def test_groups_contain_sampled_tokens_and_their_scores(
             assert rollout.reward == rollout.score + rollout.overlong_penalty
             assert rollout.is_truncated == (rollout.finish_reason == "length")
             assert len(rollout.rollout_log_probs) == len(rollout.response_ids)
+            tokens = rollout.response_ids, rollout.rollout_log_probs  # 8 bytes a token
+            assert [each.dtype for each in tokens] == [np.int32, np.float32]
     seeds = [sample_seed(3, STEP, 107, sample) for sample in range(GROUP_SIZE)]
     alone = _generate(
         worker,
@@ -164,6 +169,14 @@ def test_groups_contain_sampled_tokens_and_their_scores(
         ],
     )
     assert [alone[str(sample)] for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
+
+
+def test_groups_that_wait_do_not_fill_rays_object_store(whole: dict[int, Group]) -> None:
+    sent = whole[100].rollouts
+    for own, view in zip(owned(sent), sent, strict=True):
+        assert plain(own) == plain(view)
+        assert not np.shares_memory(own.response_ids, view.response_ids)
+        assert not np.shares_memory(own.rollout_log_probs, view.rollout_log_probs)
 
 
 def test_scoring_does_not_stop_the_engine(
@@ -185,11 +198,11 @@ def test_scoring_does_not_stop_the_engine(
     monkeypatch.setattr(engine, "num_unfinished", lambda: num_unfinished() + len(held))
     worker.submit(REQUESTS[:2])
     progress = worker.poll(FAR)
-    assert progress.groups == [whole[100]]
+    assert plain(progress.groups) == plain([whole[100]])
     assert worker.engine.num_unfinished() > 0
     assert progress.reward_seconds == 0.0
     may_end.set()
-    assert _finish(worker, 1) == {101: whole[101]}
+    assert plain(_finish(worker, 1)) == {101: plain(whole[101])}
 
 
 def test_the_engine_decodes_between_polls(whole: dict[int, Group], worker: RolloutWorker) -> None:
@@ -259,7 +272,7 @@ def test_suspended_groups_resume_to_the_same_result(
     ]
     begun = [(0, num_steps)]
     assert [request.versions for request in suspended] == [[begun, begun], [begun, begun], [], []]
-    assert suspended[2:] == REQUESTS[2:4]
+    assert plain(suspended[2:]) == plain(REQUESTS[2:4])
     _publish(worker, model_path, 5)  # the same weights, called by another version
     worker.submit(suspended)
     groups = _finish(worker, 4)
@@ -373,11 +386,11 @@ def test_scores_of_suspended_responses_are_ignored(
     finished = Response(
         "105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason
     )
-    responses = [finished, Response("105/1", [], [], "abort")]
+    responses = [finished, replace(NOT_BEGUN, request_id="105/1")]
     request = GroupRequest(105, PROMPTS[5], STEP, responses, [rollout.versions, []])
     with _steps(worker, 0):
         worker.submit([request])
-    assert worker.suspend() == [request]
+    assert plain(worker.suspend()) == plain([request])
     worker.submit(REQUESTS[6:7])
     assert list(_finish(worker, 1)) == [106]
     assert worker.poll(0.01).groups == []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,12 +30,13 @@ RIGHT = replace(make_group([1.0]).rollouts[0], verdict="right", acc=1.0)
 PROMPTS = [
     Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)
 ]
+SEVENS = np.full(24, 7, np.int32)
 ROLLOUTS = [
-    replace(RIGHT, response_ids=[7] * 3, overlong_penalty=-0.75),
-    replace(RIGHT, response_ids=[7] * 24, verdict="no_answer", acc=0.0, finish_reason="length"),
-    replace(RIGHT, response_ids=[7] * 10, verdict="timeout", acc=0.0),
-    replace(RIGHT, response_ids=[7] * 2, verdict="wrong", acc=0.25),
-    replace(RIGHT, response_ids=[7] * 6),
+    replace(RIGHT, response_ids=SEVENS[:3], overlong_penalty=-0.75),
+    replace(RIGHT, response_ids=SEVENS, verdict="no_answer", acc=0.0, finish_reason="length"),
+    replace(RIGHT, response_ids=SEVENS[:10], verdict="timeout", acc=0.0),
+    replace(RIGHT, response_ids=SEVENS[:2], verdict="wrong", acc=0.25),
+    replace(RIGHT, response_ids=SEVENS[:6]),
 ]
 
 
@@ -183,7 +185,7 @@ def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None
     words = [tokenizer.encode(f"It is {number}.", add_special_tokens=False) for number in range(5)]
     prompts = [replace(prompt, prompt_ids=tuple(words[prompt.index])) for prompt in PROMPTS]
     rollouts = [
-        replace(rollout, response_ids=ids, answer="5")
+        replace(rollout, response_ids=np.array(ids, np.int32), answer="5")
         for rollout, ids in zip(ROLLOUTS, words, strict=True)
     ]
     sampled = {"num_samples": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
