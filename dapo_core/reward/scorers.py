@@ -81,7 +81,10 @@ def score_gsm8k(response: str, ground_truth: str) -> Score:
 
 
 def score_exact(response: str, ground_truth: str) -> Score:
-    """+1 if the evaluation's exact rule finds the final answer right, else -1."""
+    r"""+1 if the evaluation's exact rule finds the final answer right, else -1.
+
+    A calculation in place of its result is right, as in the evaluation: 17 \cdot 2 for 34.
+    """
     score = score_exact_in_place(response, ground_truth)
     if score is not None:
         return score

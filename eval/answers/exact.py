@@ -39,7 +39,7 @@ from eval.answers.structure import (
     read_date,
     read_ungrouped,
 )
-from eval.answers.units import NUMBER_WORDS, is_unit_conflict
+from eval.answers.units import NUMBER_WORDS, is_unit_conflict, quantities
 
 MAX_LISTED = 200
 
@@ -51,7 +51,7 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
         return prediction.strip() == gold.strip()
     if compact(plain[0]) == compact(plain[1]):
         return True
-    for special in (_same_time, _same_date, _same_base, _same_choice, _same_ratio):
+    for special in _SPECIAL:
         is_same = special(*plain)
         if is_same is not None:
             return is_same
@@ -71,6 +71,7 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
 
 def compact(plain: str) -> str:
     """Strip insignificant spaces and quotes from an answer in plain notation."""
+    plain = re.sub(r"(?<=[_^])\{(\w)\}", r"\1 ", plain)
     return re.sub(r'[\s"]', "", re.sub(r"(?<=\w) (?=\w)", "\x01", plain))
 
 
@@ -93,6 +94,8 @@ def same(prediction: Answer, gold: Answer) -> bool:
             return left is not None and right is not None and _same_region(left, right)
         case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
             return _same_vector(matrix, vector)
+        case (Value(node, ""), Point(items=items)) | (Point(items=items), Value(node, "")):
+            return _is_combination(node, items)
         case Listing(items, False), Point("=", _, others):
             return _all_same(items, others)
         case Listing(items, False), Point() as point:  # a point without brackets
@@ -183,6 +186,19 @@ def _same_vector(matrix: Matrix, vector: Point) -> bool:
     return _all_same([entry for row in matrix.rows for entry in row], vector.items)
 
 
+def _is_combination(node: Node, items: Sequence[Answer]) -> bool:
+    """True if 2i + 3j, of unit vectors, has these components."""
+    units: list[Node] = [("const", "i"), ("var", "j"), ("var", "k")]
+    if not {"j", "k"} & variables(node) or len(items) > len(units):
+        return False
+    total: Node = ("num", Fraction(0))
+    for item, unit in zip(items, units, strict=False):
+        if not isinstance(item, Value):
+            return False
+        total = ("add", total, ("mul", item.node, unit))
+    return is_same_value(node, total)
+
+
 def _may_be_interval(point: Point) -> bool:
     match point.items:
         case Value(low), Value(high):
@@ -271,7 +287,8 @@ def _same_name(left: str, right: str) -> bool:
         return True
     letters = [re.findall(r"^\\?[a-zA-Z]+", name) for name in (left, right)]
     is_indexed = any(re.fullmatch(r"\\?[a-zA-Z]+(_.*|'*\(.*\))", name) for name in (left, right))
-    return is_indexed and letters[0] == letters[1]
+    marks = [re.findall(r"'|\^", name) for name in (left, right)]
+    return is_indexed and letters[0] == letters[1] and marks[0] == marks[1]
 
 
 def _as_relation(answer: Answer) -> Relation | None:
@@ -289,6 +306,7 @@ _SAME: dict[type, Callable[..., bool]] = {
     Matrix: _same_matrix,
     Relation: _same_relation,
 }
+_WORD = re.compile(r"[A-Z]?[a-z]{2,}")
 _ARTICLE = re.compile(r"^(?:the|an?) (?=[A-Za-z]{3})")
 _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
@@ -299,6 +317,11 @@ def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     if prediction == gold:
         return True
     is_quoted = '"' in prediction + gold
+    if prediction.lower() == gold.lower() and (
+        (_WORD.fullmatch(prediction) and _WORD.fullmatch(gold))
+        or gold.lower() in ("yes", "no", "true", "false")
+    ):
+        return True
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False
     length = len(_bare_words(gold))
@@ -316,6 +339,7 @@ def _bare_words(plain: str) -> str:
     """Lower-case words without quotes, outer brackets, articles and ordinal endings."""
     text = re.sub(r"\b(the|an?|is|it|due)\s+(?=\w\w)", " ", plain.replace('"', " ").lower())
     text = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text).strip(" .,;:!()")
+    text = "does not exist" if text == "dne" else text
     return re.sub(r"\s+", " ", text)
 
 
@@ -353,6 +377,13 @@ def _read_time(text: str) -> tuple[int, bool] | None:
     return None
 
 
+def _same_quantities(prediction: str, gold: str) -> bool | None:
+    """Compare `2 hours 30 minutes` part by part; None unless both have parts in known units."""
+    parts = quantities(prediction), quantities(gold)
+    units = {unit for side in parts for _, unit in side}
+    return None if not all(parts) or None in units else parts[0] == parts[1]
+
+
 def _same_date(prediction: str, gold: str) -> bool | None:
     """Compare dates; None unless both are one. `2024-01-02` is not a difference."""
     days = [read_date(re.sub(r'[\s"]', "", plain)) for plain in (prediction, gold)]
@@ -373,7 +404,7 @@ def _same_base(prediction: str, gold: str) -> bool | None:
     if predicted is None:
         return texts[0].strip('"') == expected.group(1)
     bases = [(match.group(2) or match.group(3)).lower() for match in (predicted, expected)]
-    bases = [str(NUMBER_WORDS.index(base)) if base in NUMBER_WORDS else base for base in bases]
+    bases = [str(NUMBER_WORDS.get(base, base)) for base in bases]
     return predicted.group(1) == expected.group(1) and bases[0] == bases[1]
 
 
@@ -417,6 +448,9 @@ def _same_ratio(prediction: str, gold: str) -> bool | None:
         is_same_value(("mul", predicted[0], b), ("mul", expected[0], a))
         for a, b in zip(predicted[1:], expected[1:], strict=True)
     )
+
+
+_SPECIAL = (_same_time, _same_quantities, _same_date, _same_base, _same_choice, _same_ratio)
 
 
 def is_list(gold: str) -> bool:

@@ -224,6 +224,8 @@ def _unwrap(line: str) -> str | None:
     bare += "." if bare.endswith("\\right") else ""
     if bare.count("{") < bare.count("}"):  # of a \text{
         bare = re.sub(r"(?:\\\]|\$\$)$", "", bare.removeprefix("}")).strip()
+    if bare.count("{") < bare.count("}"):
+        bare = bare.removesuffix("}")
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
         bare = bare.strip("$").strip()
     return bare or None

@@ -137,8 +137,46 @@ _SYSTEM = re.compile(
         \\end\s*\{(?P=inner)\}\s*\\right\s*\.
     | \\begin\s*\{(?P<name>[dr]?cases|aligned)\}(?P<lines>.*?)\\end\s*\{(?P=name)\}"""
 )
+_LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]*\])?(?![A-Za-z])")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}%$!,;|])")
 _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
+
+
+_RAISED = re.compile(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+")
+_LOWERED = re.compile(f"[{''.join(map(chr, _SUBSCRIPTS))}]+")
+_FULL_WIDTH = re.compile("[\uff00-\uffef\u3000]")
+_UNESCAPED = re.compile(r"(?<!\\)\\[A-Za-z]")
+_CHOOSE = re.compile(r"\{?([^{}]*?)\\choose([^{}]*)\}?")
+_NEXT_NAME = re.compile(r"(?<=[\w}])\s*\\q?quad\s*(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)")
+
+
+def _rules(*rules: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern), plain) for pattern, plain in rules]
+
+
+_PUNCTUATION = _rules(
+    (r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", ""),  # 10,\!080 10{,}080
+    (r"\\\$|(?<!\\)\$|\*\*|`", " "),
+)
+_SYMBOLS = _rules(
+    (r"\\(?:left|right|middle)\s*\.", " "),
+    (r"\^\s*(\{\s*)?\\(?:circ|degree)(?![A-Za-z])(?(1)\s*\})", "°"),
+    (r"\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°"),
+    (r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°"),
+    (r"(?<=\d)[\s~]*(?:\\[,;: ])?[\s~]*\\Omega\s*$", r" \\text{ohm}"),
+    (r"\\mu *\\(?:mathrm|text)\{[~ ]*(?=[A-Za-z]{1,2} *\})", r"\\text{micro"),
+)
+_PLAIN_SYMBOLS = _rules(
+    (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
+    (r"°\s*([CF])(?![A-Za-z])", r'° "\1"'),
+    (r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', ""),
+)
+
+
+def _apply(rules: list[tuple[re.Pattern[str], str]], text: str) -> str:
+    for pattern, plain in rules:
+        text = pattern.sub(plain, text)
+    return text
 
 
 def clean(text: str) -> str:
@@ -147,52 +185,22 @@ def clean(text: str) -> str:
         return ""
     text = without_outer_braces(text.strip())
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
-    text = re.sub(
-        f"[{''.join(map(chr, _SUPERSCRIPTS))}]+",
-        lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}",
-        text,
-    )
-    text = re.sub(
-        f"[{''.join(map(chr, _SUBSCRIPTS))}]+",
-        lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}",
-        text,
-    )
+    text = _RAISED.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text)
     text = text.translate(_UNICODE)
-    text = "".join(
-        unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c
-        for c in text
-    )
-    if not re.search(r"(?<!\\)\\[A-Za-z]", text):
+    text = _FULL_WIDTH.sub(lambda m: unicodedata.normalize("NFKC", m.group()), text)
+    if not _UNESCAPED.search(text):
         text = _DOUBLED.sub(r"\\", text)  # some models escape their backslashes
-    text = re.sub(
-        r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text
-    )  # 10,\!080 10{,}080
-    text = re.sub(r"\\\$|(?<!\\)\$|\*\*|`", " ", text)
+    text = _apply(_PUNCTUATION, text)
     text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
-    text = re.sub(r"(?<=[\w}])\s*\\q?quad\s*(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", ", ", text)
-    text = _environments(_SYSTEM.sub(_system, text))
-    text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
-    text = re.sub(
-        r"\^\s*(\{\s*)?\\(?:circ|degree)(?![A-Za-z])(?(1)\s*\})|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°",
-        "°",
-        text,
-    )
+    if "\\begin" in text:
+        text = _environments(_SYSTEM.sub(_system, text))
+    text = _LINE_BREAK.sub(" ", _NEXT_NAME.sub(", ", text))
     if "\\choose" in text:
-        text = re.sub(r"\{?([^{}]*?)\\choose([^{}]*)\}?", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°", text)
-    text = re.sub(r"(?<=\d)[\s~]*(?:\\[,;: ])?[\s~]*\\Omega\s*$", " \\\\text{ohm}", text)
-    text = _commands(text)
-    text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", "*", text)
-    text = re.sub(r"°\s*([CF])(?![A-Za-z])", r'° "\1"', text)
-    text = re.sub(r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', "", text)
-    text = _words(text)
-    text = (
-        text.replace("<=", "≤")
-        .replace(">=", "≥")
-        .replace("!=", "≠")
-        .replace("**", "^")
-        .replace("\n", " ")
-    )
+        text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _words(_apply(_PLAIN_SYMBOLS, _commands(_apply(_SYMBOLS, text))))
+    for written, plain in (("<=", "≤"), (">=", "≥"), ("!=", "≠"), ("**", "^"), ("\n", " ")):
+        text = text.replace(written, plain)
     return _trim(text)
 
 
@@ -257,7 +265,7 @@ def _environments(text: str) -> str:
         text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-z])|\\newline", "⏎", text)
         text = re.sub(r"(?:\\left)?\s*[(\[]\s*⟦([^⟦⟧]*)⟧\s*(?:\\right)?\s*[)\]]", r"⟦\1⟧", text)
         text = re.sub(r"⏎\s*⟧", "⟧", text)
-    return re.sub(r"\\\\(?:\[[^\]]*\])?(?![A-Za-z])", " ", text)
+    return text
 
 
 def _commands(text: str) -> str:

@@ -56,6 +56,10 @@ _REMARKS = re.compile(
     | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
     | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
+_EXCEPT = re.compile(
+    r"""(?ix)^"?\s*all\s+(?:the\s+)?real\s+(?:numbers|values)(?:\s+of)?["\s]*(?:x["\s]*)?
+    (?:except|other\ than|but|excluding)(?:\s+for)?["\s]*(?:x\s*=\s*)?(-?[\w./\\{} ]+)["\s]*$"""
+)
 _AROUND = r'[\s".(){}]*'
 _EMPTY = re.compile(
     rf"(?i){_AROUND}((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the "
@@ -94,6 +98,8 @@ def read_as_list(plain: str) -> Answer:
 def read(plain: str, nesting: int = 0) -> Answer:
     """Parse plain notation."""
     plain = without_outer_braces(_REMARKS.sub("", plain).strip())
+    if some_reals := _EXCEPT.fullmatch(plain):
+        plain = f"ℝ∖⦃{some_reals.group(1)}⦄"
     if nesting > MAX_NESTING or not plain:
         return Words(plain)
     parts, joiners = split_top(plain)
@@ -207,14 +213,15 @@ def read_one(text: str, nesting: int) -> Answer:
         return Region(REALS)
     if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
         inner = re.sub(r"(?i)\b(and|or)\b", ",", text.strip('() "'))
+        inner = re.sub(r"(?i)^(?:the )?(?:final )?answer is:? ", "", inner)
         if inner.lower() in NUMBER_WORDS:
-            return _read_value(str(NUMBER_WORDS.index(inner.lower())))
+            return _read_value(str(NUMBER_WORDS[inner.lower()]))
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
     if len(text) == len("2024-01-02") and (day := read_date(text)):
         return Words(day.isoformat())  # not a difference of numbers
     if text.lower() in NUMBER_WORDS:
-        return _read_value(str(NUMBER_WORDS.index(text.lower())))
+        return _read_value(str(NUMBER_WORDS[text.lower()]))
     text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)
     pieces, found = split_at(text, "≈")
     if found and all(pieces):

@@ -9,8 +9,19 @@ from functools import lru_cache
 
 from eval.answers.latex import FUNCTIONS
 
-NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen
-fourteen fifteen sixteen seventeen eighteen nineteen twenty""".split()
+_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen""".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+NUMBER_WORDS = {
+    **{word: value for value, word in enumerate(_ONES)},
+    **{word: 10 * value for value, word in enumerate(_TENS, 2)},
+    **{
+        f"{ten}{joint}{one}": 10 * tens + ones
+        for tens, ten in enumerate(_TENS, 2)
+        for ones, one in enumerate(_ONES[1:10], 1)
+        for joint in "- "
+    },
+}
 
 _SPELLINGS = {
     "mm": "millimeter millimeters millimetre millimetres mm 毫米",
@@ -153,6 +164,18 @@ def _is_meaningful(words: list[str]) -> bool:
         or any(word.isdigit() for word in words)
         or (words and _MEANINGFUL_FIRST.fullmatch(words[0]))
     )
+
+
+_QUANTITIES = re.compile(r"(?:\s*\d+(?:\.\d+)?\s*[A-Za-z]{2,}[\s,.]*(?:and)?){2,}")
+
+
+def quantities(plain: str) -> list[tuple[Fraction, str | None]]:
+    """Return the parts of `2 hours and 30 minutes`, in canonical units, or an empty list."""
+    text = plain.replace('"', " ")
+    if not _QUANTITIES.fullmatch(text):
+        return []
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    return [(Fraction(number), _CANONICAL.get(unit.lower())) for number, unit in parts]
 
 
 _PER = re.compile(r"/|\b(?:per|an?|each|every)\b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
+from eval.answers.extraction import extract_boxed
 from eval.answers.grading import ChoiceGrader, Grade, grade, parse_number
 from eval.problems.registry import load_set
 from tests.labelled import rows
@@ -282,9 +284,39 @@ def test_no_spelling_of_a_finish_reason_turns_a_right_answer_into_a_truncated_on
     assert grade(r"\boxed{7", finish_reason, "7").verdict == cut
 
 
-@pytest.mark.skipif(
+needs_benchmarks = pytest.mark.skipif(
     "DAPO_TEST_DATA" not in os.environ, reason="the real benchmark files are not on every machine"
 )
+REWRITES = (
+    (r"\\frac", r"\\dfrac"),
+    (r",", ", "),
+    (r"\^(\w)", r"^{\1}"),
+    (r"\^\{(\d+)\}", r"^\1"),  # of two digits, too
+    (r"(\d)e([-+]?)0*(\d+)", r"\1 \\times 10^{\2\3}"),
+    (r"(\d)e([-+]?)0*(\d+)", r"\1 * 10^\2\3"),
+    (r"(\d\.\d+)(?![\de])", r"\g<1>0"),
+    (r"\\sqrt\{(\w)\}", r"\\sqrt \1"),
+    (r"(?<![\w}])(?<!\d )\\frac\{(\w+)\}\{(\w+)\}", r"(\1)/(\2)"),
+)
+
+
+@needs_benchmarks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["math500", "minerva_math", "olympiadbench"])
+def test_gold_answers_of_real_benchmarks_written_in_another_way_are_right(name: str) -> None:
+    text = (Path(os.environ["DAPO_TEST_DATA"]) / name / "test.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    golds = {
+        gold
+        for row in rows
+        for gold in row.get("final_answer") or [row.get("answer") or extract_boxed(row["solution"])]
+    }
+    rewritten = {(re.sub(old, new, gold), gold) for gold in golds for old, new in REWRITES}
+    assert len(rewritten) > 300
+    assert [pair for pair in rewritten if not is_right(f"\\boxed{{{pair[0]}}}", pair[1])] == []
+
+
+@needs_benchmarks
 def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     data = Path(os.environ["DAPO_TEST_DATA"])
     path = data / "math500" / "test.jsonl"

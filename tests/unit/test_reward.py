@@ -206,7 +206,11 @@ def test_geo3k(response: str, value: float, verdict: str) -> None:
         ("Answer: 2\\sqrt{3}", r"\sqrt{12}", "right", False),
         (r"$\boxed{0.51}$", r"\frac12", "wrong", False),
         (r"$\boxed{4.5 \times 10^{33}}$", "4.5e33", "right", False),
+        (r"$\boxed{17 \cdot 2}$", "34", "right", False),  # not computed
         (r"$\boxed{x=0}$", "y=0", "wrong", False),
+        (r"$\boxed{4=3x}$", "9=3x", "wrong", False),
+        ("\\boxed{4}\nAnswer: 5", "4", "right", True),  # a box takes precedence over `Answer:`
+        ("\\boxed{4}\nAnswer: 5", "5", "wrong", True),
         (r"$\boxed{}$ and no more", "4", "no_answer", True),
         (r"\boxed{9^{9^{9^9}}}", "4", "wrong", False),
     ],
