@@ -46,7 +46,10 @@ _IN_A_WORD = re.compile(
     | 选项|[两三四五]?项|[都均是]*(?:正确|对)|因为|由于 )[^\W_]"""
 )
 
-_GOLD = re.compile(r"\s*[(\[]?[A-J][)\]]?(?:[\s,;、/&]*[(\[]?[A-J][)\]]?)*\.?\s*|\s*[A-J][.):]\s.*")
+_GOLD = re.compile(
+    r"""(?x)\s*(?:(?i:options?|choices?|选项)\s*)?
+    (?: [(\[]?[A-J][)\]]?(?:(?:[\s,;、/&]|and)*[(\[]?[A-J][)\]]?)*\.?\s* | [A-J][.):]\s.* )"""
+)
 
 
 def find_options(response: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.answers.extraction import extract_boxed
 from eval.problems import ProblemsError
@@ -16,6 +16,7 @@ from eval.problems.options import (
     MEANINGS,
     AnswerAs,
     Options,
+    is_several,
     listed_in,
     options_in,
     readings,
@@ -35,7 +36,7 @@ from eval.problems.values import (
 # Usual names of columns, in lower case without spaces and signs, the likeliest first.
 _PROBLEMS = (
     "problem question query prompt instruction questiontext questionstem stem ctx goal sentence "
-    "messages conversations conversation dialogue chat input text body q 问题 题目 题干"
+    "messages conversations conversation dialogue chat input inputs text body q 问题 题目 题干"
 ).split()
 _CONTEXTS = (
     "context passage body article paragraph story background support premise scenario document "
@@ -44,13 +45,14 @@ _CONTEXTS = (
 _OPTIONS = "choices options option endings candidates answerchoices alternatives 选项".split()
 _ANSWERS = (
     "answer finalanswer answerkey gold goldanswer groundtruth correctanswer correctoption correct "
-    "expected expectedanswer referenceanswer answeridx answerindex target label cop answers ans a "
-    "答案 正确答案 solution result rewardmodel output response completion"
+    "expected expectedanswer referenceanswer answeridx answerindex target label cop answers labels "
+    "targets ans finalans a 答案 正确答案 solution result rewardmodel output response completion"
 ).split()
 _PICTURES = "images image imgs img pictures picture imagepath videos video audios audio".split()
-# Other columns that are likely to hold a part of the problem.
-_PARTS = "prompt text table code schema hypothesis evidence facts system systemprompt".split()
+_PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES}
+_PARTS |= {*"table code schema hypothesis evidence facts system systemprompt".split()}
 _AFTER = "input"  # follows an instruction; other contexts precede the question
+_WRONG = re.compile("distractor|incorrect|wrong")
 _ONE_OPTION = re.compile(
     r"(|options?|choices?|candidate|ending|answer|opt?|sol|选项)[\s_.-]*([A-J]|\d)[).]?",
     re.IGNORECASE,
@@ -122,6 +124,8 @@ def complete(path: Path, rows: Sequence[Row], given: Layout) -> Layout:
         layout = replace(layout, options=found.options(layout.columns))
     if layout.answer is None:
         layout = found.with_answer(layout)
+    if layout.answer is None and not given.problem and (chat := found.answered_chat()):
+        layout = replace(layout, problem=(), messages=chat)
     has_problem = bool(layout.problem or layout.messages)
     if not has_problem or (layout.answer is None and not found.is_answered(layout.messages)):
         missing = "answer" if has_problem else "problem"
@@ -169,7 +173,8 @@ class _Named:
         for names in (self.outer, self.inner):
             by_word: dict[str, str] = {}
             for name in names:
-                if name not in taken and name.partition(".")[0] not in taken:
+                is_free = name not in taken and name.partition(".")[0] not in taken
+                if is_free and (names is self.outer or len(_word(name)) > 1):
                     by_word.setdefault(_word(name), name)
             found = (by_word[word] for word in words if word in by_word)
             yield from sorted(found, key=lambda name: self.first(name) is None)
@@ -191,7 +196,7 @@ class _Named:
     def options(self, taken: Sequence[str]) -> tuple[str, ...]:
         """Return the column of options, or the columns of one option each, if any."""
         for name in self.likely(_OPTIONS, taken):
-            if any(options_at(row, (name,)) for row in self.rows):
+            if is_several(self.first(name)):
                 return (name,)
         runs: dict[str, list[str]] = {}
         for name in self.outer:
@@ -200,20 +205,35 @@ class _Named:
         for prefix, names in runs.items():
             labels = "".join(map(_label, names))
             is_run = len(names) > 1 and any(one.startswith(labels) for one in _RUNS)
-            if is_run and (labels.isalpha() or prefix not in ("", "answer")):
+            if not is_run or (prefix in ("", "answer") and not labels.isalpha()):
+                continue
+            is_certain = prefix != "" or names[0].isupper()  # a and b may be numbers
+            if is_certain or any(
+                self.has_answers(tuple(names), name) for name in self.answers(names)
+            ):
                 return tuple(names)
         return ()
 
+    def answers(self, taken: Sequence[str] = ()) -> list[str]:
+        """Return the free columns that may hold the answer, the likeliest first."""
+        return list(self.likely(_ANSWERS, taken))
+
     def with_answer(self, layout: Layout) -> Layout:
         """Add the likeliest answer; with options, the likeliest that names one of them."""
-        likely = list(self.likely(_ANSWERS, layout.columns))
+        likely = self.answers(layout.columns)
         if layout.options:
-            likely.sort(key=lambda name: not self._names_options(replace(layout, answer=name)))
+            options = layout.options
+            likely.sort(key=lambda name: not self.has_answers(options, name))
         return replace(layout, answer=next(iter(likely), None))
 
-    def _names_options(self, layout: Layout) -> bool:
-        found = [bool(readings(*pair)) for pair in answered(self.rows, layout)]
-        return sum(found) > len(found) / 2
+    def has_answers(self, options: tuple[str, ...], answer: str) -> bool:
+        """True if most values of the answer name one of the options."""
+        pairs = list(answered(self.rows, Layout(options=options, answer=answer)))
+        return sum(bool(readings(*pair)) for pair in pairs) > len(pairs) / 2
+
+    def answered_chat(self) -> str | None:
+        """Return the first column with chats that end with a message of an assistant."""
+        return next(filter(self.is_answered, self.outer), None)
 
     def is_answered(self, messages: str | None) -> bool:
         """True if the chats end with a message of an assistant."""
@@ -318,16 +338,26 @@ def final_answer(text: str) -> str:
     return (extract_boxed(text) or text).strip()
 
 
-def parts_besides(rows: Sequence[Row], used: Sequence[str]) -> tuple[str, ...]:
-    """Return further columns whose names suggest that they hold a part of the problem."""
-    words = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES, *_PARTS}
-    outer = {name.partition(".")[0] for name in used}
-    named = _Named(rows)
-    found = [name for name in named.outer if name not in outer and _word(name) in words]
-    found = list(dict.fromkeys([*found, *named.options(tuple(outer))]))
-    return tuple(
-        name for name in found if named.first(name) is not None and named.chat(name) is None
-    )
+def unused_besides(rows: Sequence[Row], used: Sequence[str], answer: str | None) -> Unused:
+    """Return the columns that are not used, and those of them that may be parts of the problem.
+
+    Their names suggest that, or they hold options that the answers name.
+    """
+    named, outer = _Named(rows), {name.partition(".")[0] for name in used}
+    names = [name for name in named.outer if name not in outer and named.first(name) is not None]
+    texts = [name for name in names if named.chat(name) is None]
+    options = {*named.options(tuple(outer))}
+    options |= {name for name in texts if answer and named.has_answers((name,), answer)}
+    words = [name for name in texts if _word(name) in _PARTS or _WRONG.match(_word(name))]
+    parts = [name for name in texts if name in words or name in options]
+    return Unused(tuple(names), tuple(parts))
+
+
+class Unused(NamedTuple):
+    """Columns that are not used."""
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]  # those that may be parts of the problem
 
 
 def _word(name: str) -> str:

@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -184,7 +184,7 @@ def _chosen_in(folder: Path, split: Split) -> list[str]:
     chosen = of_split(str(folder), names, split)
     if others := [name for name in names if is_rows(name) and name not in chosen]:
         use = f"{folder}: rows to {_USES[split]} from {_listed(chosen)}"
-        log_once(logger, f"{use}; not from {_listed(others)}")
+        log_once(logger.info, f"{use}; not from {_listed(others)}")
     return chosen
 
 
@@ -228,9 +228,9 @@ def of_split(source: str, names: Sequence[str], split: Split) -> list[str]:
 
 
 @functools.cache
-def log_once(logger: logging.Logger, text: str) -> None:
+def log_once(log: Callable[[str], None], text: str) -> None:
     """Log a text that several steps of a command would repeat."""
-    logger.info(text)
+    log(text)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

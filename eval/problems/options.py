@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from eval.answers.choice import option_letters
+from eval.answers.choice import are_options, option_letters
 from eval.problems import ProblemsError
 from eval.problems.values import Unusable, parsed, text_in
 
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
     labels: tuple[str, ...]
     texts: tuple[str, ...]
-    has_labels: bool = True  # False: the row has none, so they are A, B, ...
+    has_numbers: bool = False  # in the file, instead of texts
 
 
 def options_in(values: Mapping[str, Any]) -> Options:
@@ -56,11 +56,29 @@ def options_in(values: Mapping[str, Any]) -> Options:
     named = [(label, text_in(text, "option")) for label, text in pairs]
     kept = [(label, text.strip()) for label, text in named if text is not None]
     if not 2 <= len(kept) <= len(LETTERS):
-        raise Unusable(f"{len(kept)} readable options, where 2 to {len(LETTERS)} are needed")
+        raise Unusable(
+            f"{len(kept)} readable options instead of 2 to {len(LETTERS)} in "
+            f"{', '.join(map(str, values))} (data.columns.options=[] if it has none)"
+        )
     labels, texts = zip(*kept, strict=True)
+    has_numbers = not any(isinstance(text, str) for _, text in pairs)
     if None in labels:
-        return Options(tuple(LETTERS[: len(texts)]), texts, has_labels=False)
-    return Options(tuple(str(label).strip().strip("().[]").upper() for label in labels), texts)
+        return Options(tuple(LETTERS[: len(texts)]), texts, has_numbers)
+    return Options(tuple(str(label).strip(_MARKS).upper() for label in labels), texts, has_numbers)
+
+
+def is_several(value: Any) -> bool:
+    """True if a value may hold options."""
+    value = parsed(value)
+    if isinstance(value, list | Mapping):
+        return len(value) > 1
+    return isinstance(value, str) and bool(_split_by_labels(value) or _split(value))
+
+
+def _split(text: str) -> list[str]:
+    """Split a text at its lines, else at other marks between options."""
+    parts = (list(filter(str.strip, text.split(mark))) for mark in "\n|;；")
+    return next((found for found in parts if len(found) > 1), [])
 
 
 def _first(found: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -70,10 +88,7 @@ def _first(found: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 def _labelled(found: list[Any] | str) -> list[tuple[str | None, Any]]:
     """Return pairs of label and text; a text alone must have labels or lines."""
     if isinstance(found, str):
-        if pairs := _split_by_labels(found):
-            return pairs
-        lines = [line for line in found.splitlines() if line.strip()]
-        return [(None, line) for line in lines] if len(lines) > 1 else []
+        return _split_by_labels(found) or [(None, one) for one in _split(found)]
     for letters in (LETTERS, LETTERS.lower()):
         labels = [re.compile(rf"\s*{_LABEL.format(letter=letter)}\s*") for letter in letters]
         matches = [
@@ -124,6 +139,18 @@ def listed_in(question: str) -> tuple[str, ...]:
     return tuple(found) if "".join(found) == LETTERS[: len(found)] else ()
 
 
+def lists_options(text: str) -> bool:
+    """True if a text has the labels A and B anywhere."""
+    labels = (rf"(?<![A-Za-z]){letter}\s?[.):．、：）\]]" for letter in "AB")
+    return all(re.search(label, text, re.IGNORECASE) for label in labels)
+
+
+def names_option(gold: str, question: str) -> bool:
+    """True if a gold answer is a letter of options; a small one, of those in the question."""
+    is_small = gold.islower() and lists_options(question)
+    return are_options([gold.upper() if is_small else gold])
+
+
 def readings(options: Options, answer: Any) -> dict[AnswerAs, str]:
     """Return the letters that an answer names, under each meaning that fits."""
     if not isinstance(answer, str) or not _places("text", options, answer):
@@ -172,7 +199,7 @@ def decide(path: object, answered: Iterable[tuple[Options, Any]]) -> AnswerAs:
     are_integers = True  # a JSON integer is no text
     for options, answer in itertools.islice(answered, NUM_DECIDING):
         num_answers += 1
-        are_integers &= type(answer) is int
+        are_integers &= type(answer) is int and not options.has_numbers
         found = readings(options, answer)
         fits.update(found.keys())
         shown = f"{answer!r} of the {len(options.texts)} options {list(options.texts)}"
@@ -180,14 +207,17 @@ def decide(path: object, answered: Iterable[tuple[Options, Any]]) -> AnswerAs:
         for meaning, letters in found.items():
             if "text" in found and letters != found["text"]:
                 unlike.setdefault(meaning, shown)
+    if not num_answers:
+        return "letter"  # every row is unusable, for another reason
     most = max(fits.values(), default=0)
     fitting = [meaning for meaning in MEANINGS if fits[meaning] == most]
-    if most < max(MIN_FITTING * num_answers, 1):
+    if most < MIN_FITTING * num_answers:
         counts = ", ".join(f"{fits[meaning]} name {MEANINGS[meaning]}" for meaning in MEANINGS)
         others = (shown for found, shown in examples.items() if fitting[0] not in found)
         raise ProblemsError(
             f"{path}: of {num_answers} answers to problems with options, {counts} (not "
-            f"{next(others, 'one')}): correct them, or name another column in data.columns.answer"
+            f"{next(others, 'one')}): correct them, or set data.columns.answer or "
+            "data.columns.options ([] if there are none)"
         )
     if fitting[0] in unlike and "text" in fitting and not are_integers:
         raise ProblemsError(

@@ -14,7 +14,14 @@ from downloads.nearest import nearest
 from eval.answers.choice import are_options, option_letters
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
-from eval.problems.columns import Layout, answered, complete, parts_besides, schema_of
+from eval.problems.columns import (
+    Layout,
+    Unused,
+    answered,
+    complete,
+    schema_of,
+    unused_besides,
+)
 from eval.problems.files import (
     columns_of,
     find_schema,
@@ -32,6 +39,8 @@ from eval.problems.options import (
     Options,
     decide,
     listed_in,
+    lists_options,
+    names_option,
     options_in,
     readings,
 )
@@ -61,6 +70,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 }
 POOLED = "pooled"  # names all benchmarks of a suite together
 OWN = ProblemSet("own", "your own file", "yours", (CHAT,))
+OWN_READING = "columns of DAPO-Math-17k"
 NOTHING_GIVEN = Layout()
 
 NUM_TRIED = 50  # rows used to recognize the schema of a file
@@ -121,7 +131,7 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
     for known in SETS.values():
         is_common = known.name == CHOICE.name or any(schema.is_common for schema in known.schemas)
         found = [] if is_common else read_as(path, rows, known)
-        if _is_unmistakable(found) and not parts_besides(rows, tuple(found[0][0])):
+        if _is_unmistakable(found) and not unused_besides(rows, tuple(found[0][0]), None).parts:
             return known
     return None
 
@@ -147,23 +157,44 @@ def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) 
     if not rows:
         return OWN
     if not given.names_columns and set(CHAT.columns) <= rows[0].keys():
-        used = (*CHAT.columns, *CHAT.others, *given.elsewhere)
-        known = replace(OWN, reading="columns of DAPO-Math-17k")
+        used, answer = (*CHAT.columns, *CHAT.others, "ability", *given.elsewhere), None
+        known = replace(OWN, reading=OWN_READING)
     elif not given.names_columns and (published := published_as(path, rows)) is not None:
         reading = f"rows as in {published.name}"
         advice = f"--dataset {published.name} checks that the set is complete"
-        log_once(logger, f"{path}: {reading}; {advice}")
+        log_once(logger.info, f"{path}: {reading}; {advice}")
         return replace(published, name=OWN.name, num_items=None, reading=reading)
     else:
         layout = find_layout(path, rows, split, given)
-        used = layout.columns
         schema = schema_of(layout, tuple(rows[0]), has_usual_details=not given.names_columns)
+        used, answer = (*layout.columns, *schema.others), layout.answer
         known = replace(OWN, schemas=(schema,), reading=layout.describe())
-        if {"problem", "answer"} != {*used}:
-            log_once(logger, f"{path}: {known.reading}")
     _require_text(path, rows, known)
-    known = _as_choice(path, split, known)
-    return replace(known, left_out=parts_besides(rows, used))
+    unused = unused_besides(rows, used, answer)
+    known = _with_doubt(path, rows, _as_choice(path, split, known), unused)
+    is_plain = {*rows[0]} == {"problem", "answer"} or known.reading == OWN_READING
+    if not given.names_columns and not is_plain:
+        log_once(logger.info, f"{path}: {known.reading}")
+    if known.doubt:
+        log_once(logger.warning, f"{path}: {known.doubt}")
+    return known
+
+
+def _with_doubt(path: Path, rows: Sequence[Row], known: ProblemSet, unused: Unused) -> ProblemSet:
+    """Add the unused columns, and the doubt that one of them belongs to the problem."""
+    problems = [one for *_, one in problems_of(path, rows, known.schemas)]
+    texts = [one.text for one in problems if isinstance(one, Problem)]
+    doubt = ""
+    if unused.parts:
+        names = ", ".join(unused.parts)
+        doubt = (
+            f"{names} may belong to the problem, but is not used (data.columns.problem, "
+            "data.columns.options or data.columns.system would use it)"
+        )
+    elif known.grader == CHOICE.grader and not any(map(lists_options, texts)):
+        doubt = "the answers are letters of options, but the problems list none"
+    reading = known.reading + (f"; not used: {', '.join(unused.names)}" if unused.names else "")
+    return replace(known, reading=reading, doubt=doubt)
 
 
 def first_rows(path: Path, split: Split) -> list[Row]:
@@ -193,7 +224,7 @@ def _as_choice(path: Path, split: Split, known: ProblemSet) -> ProblemSet:
     template = None
     for _, _, problem in iterate_problems(path, known.schemas, split):
         if isinstance(problem, Problem):
-            if scorer_of([problem.gold]) == OWN.scorer:
+            if not names_option(problem.gold, problem.text):
                 return known
             is_several = len(option_letters(problem.gold)) > 1 or template == "choices"
             template = "choices" if is_several else "choice"

@@ -24,6 +24,8 @@ from eval.problems.values import (
 
 Row = Mapping[str, Any]
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")  # verl's columns
+IDS = ("index", "unique_id", "id", "idx")
+SUBJECTS, LEVELS = ("subject", "subfield", "type", "topic", "名称"), ("level", "difficulty", "task")
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
 # In extra_info beside `choices`: the gold answer, a text, is an integer in the file; the problem
@@ -43,7 +45,7 @@ class Schema:
 
     columns: tuple[str, ...]
     read: Callable[[Row], Problem]
-    others: tuple[str, ...] = ("index", "unique_id", "id", "idx", "subject", "level", "data_source")
+    others: tuple[str, ...] = (*IDS, *SUBJECTS, *LEVELS, "data_source")
     is_common: bool = False  # any file may have these columns, so they suggest no set
 
 
@@ -66,7 +68,7 @@ class ProblemSet:
     template: str = "aisbench"
     grader: GraderName = "mathematics"
     reading: str = ""  # of the user's own file: what its columns are taken for
-    left_out: tuple[str, ...] = ()  # columns that seem to hold parts of its problems
+    doubt: str = ""  # whether a part of the problems is missing
 
     def source(self, split: Split, hub: Hub | None = None) -> str:
         """Return the reference of a split, by default on the default hub. Raises ProblemsError."""
@@ -120,9 +122,9 @@ def problem_of(
 ) -> Problem:
     """Make a problem with the id, subject and level from `details`, by default the row."""
     details = row if details is None else details
-    fields.setdefault("subject", _detail(details, "subject", "subfield", "type", "topic", "名称"))
-    fields.setdefault("level", _detail(details, "level", "difficulty", "task"))
-    identity = _detail(details, "index", "unique_id", "id", "idx") or ""
+    fields.setdefault("subject", _detail(details, *SUBJECTS))
+    fields.setdefault("level", _detail(details, *LEVELS))
+    identity = _detail(details, *IDS) or ""
     return Problem(identity, text, gold, data_source=text_of(row, "data_source"), **fields)
 
 
@@ -197,6 +199,6 @@ PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, C
 SOLVED = Schema(
     ("problem",),
     read_solved,
-    (*Schema.others, "solution", "answer", "type", "subfield"),
+    (*Schema.others, "solution", "answer"),
     is_common=True,
 )

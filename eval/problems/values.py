@@ -97,7 +97,9 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
     contents = [_content(message.get("content", message.get("value"))) for message in value]
     if not all(isinstance(role, str) for role in roles) or None in contents:
         return None
-    if not str(contents[-1]).strip():
+    if roles[-1] in ("assistant", "gpt") and not str(contents[-1]).strip():
+        roles, contents = roles[:-1], contents[:-1]  # a place for the answer
+    if not contents or not str(contents[-1]).strip():
         return None
     return tuple(
         {"role": _ROLES.get(str(role), str(role)), "content": str(content)}

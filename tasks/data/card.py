@@ -45,7 +45,7 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
         "licence": source.known.licence,
         "files": source.files(),
         "columns": source.known.reading,
-        "left_out": list(source.known.left_out),
+        "doubt": source.known.doubt,
         "read": count.read,
         "refused": by_reason(count.refused),
         "removed": by_reason(count.removed),

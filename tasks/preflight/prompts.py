@@ -116,15 +116,14 @@ def check_columns(sources: Sequence[Source], findings: Findings) -> None:
             if not known.reading or reading in said:
                 continue
             said[reading] = None
-            if not known.left_out:
+            if not known.doubt:
                 findings.add("columns", OK, reading)
                 continue
-            names = ", ".join(known.left_out)
             advice = (
-                f"if the problem needs them, list them in data.columns.problem (or .options, "
-                f".system), or write {{{known.left_out[0]}}} in data.prompt_template"
+                "name the missing columns in data.columns.problem, .options or .system, or write "
+                "{NAME} in data.prompt_template"
             )
-            findings.add("columns", WARN, f"{reading}; {names} not used", advice)
+            findings.add("columns", WARN, f"{reading}; {known.doubt}", advice)
 
 
 def check_golds(inputs: Inputs, findings: Findings) -> None:

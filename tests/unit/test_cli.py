@@ -387,6 +387,11 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {result}'"
     )
     assert "row-0: answer '002', scored by exact" in dapo("datasets", "show", rows).stdout
+    choices = tmp_path / "mmlu.jsonl"
+    choices.write_text('{"question": "1 + 1?", "choices": ["1", "2"], "answer": 1}\n')
+    shown = dapo("datasets", "show", choices).stdout
+    assert "answer 'B', scored by choice" in shown
+    assert "user: 1 + 1?\n\nA. 1\nB. 2\n" in shown
     assert "did you mean gsm8k" in refusal("datasets", "show", "gsm9k")
     (tmp_path / "gsm.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     shown = dapo("datasets", "show", "gsm8k", "--data", tmp_path / "gsm.jsonl").stdout

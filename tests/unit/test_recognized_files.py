@@ -205,6 +205,8 @@ CHATS: list[dict[str, Any]] = [
     {"prompt": json.dumps([USER]), "answer": ["2"]},
     {"prompt": [USER], "reward_model": {"ground_truth": '["2"]', "style": "rule"}},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}], "gold": 2.0},
+    {"messages": [USER, {"role": "assistant", "content": ""}], "gold": 2},
+    {"text": "all of it", "messages": [USER, {"role": "assistant", "content": "2"}]},
     {"data_source": "x", "prompt": [USER], "reward_model": {"ground_truth": ["2"]}},
 ]
 
@@ -317,6 +319,8 @@ def test_files_of_letters_are_graded_as_choices_in_training_and_evaluation(tmp_p
     ]
     summary = import_log(written(tmp_path / "log.jsonl", log), tmp_path / "out")
     assert summary.accuracy == pytest.approx(1 / 3)
+    small = [{"problem": f"{n}\na) x\nb) y", "answer": "ab"[n]} for n in range(2)]
+    assert load_set(written(tmp_path / "small.jsonl", small)).grader == "choice"
     few = [*LETTERED, {"problem": "1 + 1?", "answer": "2"}]
     assert load_set(written(tmp_path / "few.jsonl", few)).grader == "mathematics"
 
@@ -345,13 +349,15 @@ def test_the_plan_says_what_columns_are_taken_for_and_what_is_left_out(tmp_path:
     assert (first.status, second.status) == (WARN, WARN)
     assert first.found == (
         "train.jsonl: the problem is in question, its options in choices and the answer in answer "
-        "(an option's index from 0); prompt not used"
+        "(an option's index from 0); not used: prompt, note; prompt may belong to the problem, but "
+        "is not used (data.columns.problem, data.columns.options or data.columns.system would use "
+        "it)"
     )
     assert "data.columns.problem" in first.advice
     (folder := tmp_path / "data").mkdir()
     build_dataset(recipe(paths[0], paths[1]), folder)
     card = (folder / "data_card.md").read_text()
-    assert "index from 0); not used: prompt" in card
+    assert "not used: prompt, note; prompt may belong to the problem" in card
 
 
 def test_the_plan_questions_answers_of_several_lines_and_repeated_problems(tmp_path: Path) -> None:
@@ -378,6 +384,38 @@ def test_messages_name_the_user_s_file_and_row(tmp_path: Path) -> None:
     assert finding.found.startswith(
         f"{path}: different gold answers for the same prompt (row 0: '0', row 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "doubt"),
+    [
+        ({"opts": TEXTS, "answer": "B"}, "opts may belong"),
+        ({"opts": TEXTS, "answer": 2}, "opts may belong"),
+        ({"answer": "B"}, "the answers are letters of options, but the problems list none"),
+        ({"distractor1": "x", "answer": "y"}, "distractor1 may belong"),
+        ({"system": "Be brief.", "answer": "y"}, "system may belong"),
+        ({"a": 1, "b": 2, "answer": 3}, ""),
+        ({"answer1": "x", "answer2": "y", "answer": "z"}, ""),
+        ({"image": {"bytes": None, "path": None}, "answer": "z"}, ""),
+    ],
+)
+def test_a_part_of_the_problem_that_is_not_recognised_is_questioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], doubt: str
+) -> None:
+    rows = [{"question": f"{n}?", **more} for n in range(4)]
+    known = recognize(written(tmp_path / "my.jsonl", rows))
+    assert known.doubt.startswith(doubt)
+    assert bool(known.doubt) == bool(doubt) == ("WARNING" in caplog.text)
+
+
+def test_options_that_cannot_be_read_are_refused_by_row(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "options": list("abcdefghijk"), "answer": "a"} for n in range(3)]
+    path = written(tmp_path / "my.jsonl", rows)
+    with pytest.raises(
+        ProblemsError, match=r"3 with 11 .*data\.columns\.options=\[\].*\(rows 0, 1"
+    ):
+        load_set(path)
+    assert recognize(path, given=Layout(options=())).grader == "mathematics"
 
 
 def test_ids_stay_those_of_the_file(tmp_path: Path) -> None:

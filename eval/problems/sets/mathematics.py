@@ -149,7 +149,6 @@ TRAINING_SETS = (
             Schema(  # without DeepSeek-R1's solutions
                 ("question", "final_answer", "difficulty"),
                 _reader("question", "final_answer", without_dollars),
-                ("topic",),
             ),
         ),
         train={"huggingface": "hf:zwhe99/DeepMath-103K@main"},
@@ -254,11 +253,7 @@ BENCHMARKS = (
         name="olympiadbench",
         about="675 open questions of olympiads, mathematics in English (arXiv:2402.14008)",
         licence="MIT",
-        schemas=(
-            Schema(
-                ("question", "final_answer"), read_olympiad, (*Schema.others, "context", "subfield")
-            ),
-        ),
+        schemas=(Schema(("question", "final_answer"), read_olympiad, (*Schema.others, "context")),),
         test={
             "url": f"{_SIMPLERL}/olympiadbench/test.jsonl"
             "#sha256=bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416"

@@ -80,7 +80,7 @@ def read_gpqa(row: Row) -> Problem:
 
 _CFLUE_SCHEMAS = (
     Schema(("instruction", "output"), read_instruction),
-    Schema(("question", "choices", "answer", "task"), read_cflue, (*Schema.others, "名称")),
+    Schema(("question", "choices", "answer", "task"), read_cflue),
 )
 CFLUE = ProblemSet(
     name="cflue",
