@@ -47,8 +47,8 @@ _OTHER_FORMS = {
     "*.gguf": "it contains a GGUF file, which is quantized for inference: use the original model",
     "pytorch_model*.bin": "its weights are pickled: load and save_pretrained it with transformers, "
     "or fetch it with model.source and model.allow_pickle=true",
-    "*.pth": "its weights are in Meta's format: use the model's Hugging Face folder",
-    "*.h5": "its weights are TensorFlow's: use the model's safetensors",
+    "model_world_size_*.pt": "it contains verl's shards: merge them with dapo merge",
+    "*.distcp": "it contains the shards of a checkpoint: merge them with dapo merge",
     INDEX_FILE: "it contains only the index of its weights: fetch the files that it lists",
 }
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -76,6 +76,8 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
     ]
     if missing:
         forms = [form for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))]
+        if others := sorted({path.suffix for path in folder.glob("*")} & WEIGHT_SUFFIXES):
+            forms.append(f"its weights are {' '.join(others)}: use the model's safetensors")
         hint = f" ({forms[0]})" if forms else ""
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
@@ -91,10 +93,9 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size > 1024:
         return False
-    with path.open("rb") as file:
-        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return path.read_bytes().startswith(_LFS_POINTER)
 
 
 def require_reference(path: str | None, model_path: Path | None = None) -> None:
@@ -187,11 +188,11 @@ def read_index(folder: Path) -> dict[str, str]:
             f"{folder / INDEX_FILE} is not a weight index: weight_map is {weight_map!r:.80}; fetch "
             "the model again"
         )
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+    for file in {*map(str, weight_map.values())}:
+        if Path(file).name != file or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{INDEX_FILE} in {folder} names {file}, which is not a file name; fetch the model "
-                "again"
+                f"{INDEX_FILE} in {folder} names {file}, which is not a weight file; fetch the "
+                "model again"
             )
     return weight_map
 

@@ -34,6 +34,7 @@ _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _INTEGER_BUFFER = re.compile(r"\.(bias|masked_bias|position_ids)$")  # in old files
 _ADAPTER = re.compile(r"(^|\.)lora_|^base_model\.model\.")
 _HEAD = re.compile(r"^(score|classifier|qa_outputs|summary|v_head|value_head|reward_head)\.")
+_OTHER_MEDIA = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
 _ORIGINAL = "set model.path to the original model with weights in BF16, F16 or F32"
 
 
@@ -234,6 +235,8 @@ def _advice(model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> st
             f"names without {base} are those of a base model without output head, such as an "
             f"embedding model; {OTHER_MODEL}"
         )
+    if any(map(_OTHER_MEDIA.search, unexpected)):
+        return "the weights are of a multimodal model, but training supports text only"
     for name in unexpected:
         prefix = name.removesuffix(missing[0]) if missing else name
         if prefix != name and {*unexpected} == {f"{prefix}{each}" for each in missing}:

@@ -53,7 +53,7 @@ def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
         ("{}", "is not a weight index: weight_map is None"),
         ("<html>", "cannot be read"),
         ("[]", "is not a JSON object"),
-        ('{"weight_map": {"a": 3}}', "names 3, which is not a file name"),
+        ('{"weight_map": {"a": 3}}', "names 3, which is not a weight file"),
         ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a"),
     ],
 )

@@ -293,7 +293,7 @@ FOLDERS: dict[str, tuple[Alter, str]] = {
     ),
     "images": (
         _tensors(lambda it: it | {"visual.proj.weight": torch.ones(1, 64)}),
-        rf"{NAMES} .*not in the model: 1 \(visual.proj.weight\)",
+        rf"{NAMES} .*not in the model: 1 \(visual.proj.weight\)\); the weights are of a multimodal",
     ),
     "no head": (_config(tie_word_embeddings=False), "set tie_word_embeddings=true in config.json"),
     "layers": (_config(num_hidden_layers=4), r"not in the files: 18 \(model.layers.2"),
