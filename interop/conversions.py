@@ -250,10 +250,15 @@ def micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
         return meaningless(f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
     longest = int(config["data.max_prompt_length"]) + int(config["data.max_response_length"])
     ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+    return tokens_of(int(value), longest, ranks)
+
+
+def tokens_of(num_responses: int, longest: int, ranks: int) -> Outcome:
+    """Return the outcome for a micro-batch that `ranks` devices share."""
     return taken(
-        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each "
-        "sequence",
-        train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
+        f"{num_responses} responses of at most {longest} tokens, over {ranks} ranks that share "
+        "each sequence",
+        train__micro_batch_tokens=math.ceil(num_responses * longest / ranks),
     )
 
 
@@ -269,16 +274,14 @@ def drop_too_long(value: Any, config: ForeignConfig) -> Any:
 # Algorithm and reward
 
 
-def kl_in_loss(value: Any, config: ForeignConfig) -> str:
-    return "loss" if value else "reward" if config["algorithm.use_kl_in_reward"] else "off"
-
-
-def kl_in_reward(value: Any, config: ForeignConfig) -> str:
-    return "reward" if value else "loss" if config[f"{ACTOR}.use_kl_loss"] else "off"
+def kl_place(value: Any, config: ForeignConfig) -> str:
+    if config[f"{ACTOR}.use_kl_loss"]:
+        return "loss"
+    return "reward" if config["algorithm.use_kl_in_reward"] else "off"
 
 
 def reference_path(value: Any, config: ForeignConfig) -> Any:
-    if value is None or kl_in_loss(config[f"{ACTOR}.use_kl_loss"], config) == "off":
+    if value is None or kl_place(value, config) == "off":
         return meaningless("without KL there is no reference")
     return str(value)
 

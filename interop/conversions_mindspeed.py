@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from interop.conversions import as_list, at_least_0, shared_devices
+from interop.conversions import as_list, at_least_0, shared_devices, tokens_of
 from interop.foreign_config import (
     ForeignConfig,
     Outcome,
@@ -50,11 +50,6 @@ def _longest(config: ForeignConfig) -> int:
         config[f"{GENERATE}.sampling_config.max_tokens"] or config[f"{RL}.rollout_max_tokens"]
     )
     return int(config[f"{RL}.max_prompt_length"]) + int(response)
-
-
-def _per_rank(tokens: int, config: ForeignConfig) -> int:
-    """Return the tokens per device where `context_parallel_size` devices share a sequence."""
-    return math.ceil(tokens / int(config[f"{ACTOR}.context_parallel_size"]))
 
 
 def ms_map_keys(value: Any, config: ForeignConfig) -> Outcome:
@@ -141,15 +136,12 @@ def ms_global_batch(value: Any, config: ForeignConfig) -> Outcome:
 def ms_micro_batch(value: Any, config: ForeignConfig) -> Outcome:
     if config[f"{RL}.use_dynamic_bsz"]:
         return meaningless(f"with {RL}.use_dynamic_bsz, max_packing_token_size applies")
-    longest = _longest(config)
-    return taken(
-        f"{value} responses of at most {longest} tokens",
-        train__micro_batch_tokens=_per_rank(int(value) * longest, config),
-    )
+    ranks = int(config[f"{ACTOR}.context_parallel_size"])
+    return tokens_of(int(value), _longest(config), ranks)
 
 
 def ms_packing(value: Any, config: ForeignConfig) -> int:
-    return _per_rank(int(value), config)
+    return math.ceil(int(value) / int(config[f"{ACTOR}.context_parallel_size"]))
 
 
 def ms_packing_of_all(value: Any, config: ForeignConfig) -> Any:

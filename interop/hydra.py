@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import yaml
 
 from interop import ForeignConfigError
 from interop.foreign_config import Setting
 
-Kind = Literal["set", "add", "force", "delete"]
-SIGNS: dict[str, Kind] = {"": "set", "+": "add", "++": "force", "~": "delete"}
 KEY = re.compile(
     r"(?P<sign>\+\+|\+|~|)"
     r"(?P<key>[A-Za-z_][\w-]*(?:/[A-Za-z_][\w-]*)+"
@@ -38,51 +36,44 @@ STRIPPED = re.compile(r"[ \t]*((?:\\.|[^\\]|\\$)*?)[ \t]*", re.DOTALL)  # keeps 
 FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(")
 
 
-class Override(NamedTuple):
-    """One command-line override: the operation on a key, and the value."""
-
-    kind: Kind
-    key: str
-    value: Any
-
-
-def parse_override(text: str) -> Override:
-    """Parse a Hydra 1.3 override: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where
+def setting_of(text: str, origin: str = "") -> Setting:
+    """Parse a Hydra 1.3 override, `a.b=c`, `+a=c`, `++a=c` or `~a`; raises ForeignConfigError where
     Hydra fails too.
 
     References such as `${data.train_batch_size}` stay unresolved. Sweeps and functions are
     rejected.
     """
+    whole = f"{origin}: {text!r}" if origin else repr(text)
     match = KEY.fullmatch(text)
     if match is None or (match["equal"] is None and (match["sign"] != "~" or match["value"])):
-        raise ForeignConfigError(f"{text!r} is not KEY=VALUE")
+        raise ForeignConfigError(f"{whole} is not KEY=VALUE")
     key = match["key"] if match["package"] is None else f"{match['key']}@{match['package']}"
     if not match["value"].strip(" \t"):
-        return Override(SIGNS[match["sign"]], key, "" if match["equal"] else None)
-    reader = _Value(match["value"], text)
+        return Setting(key, "" if match["equal"] else None, origin)
+    reader = _Value(match["value"], whole, len(text))
     value = reader.element()
     if reader.rest().startswith(","):
         raise ForeignConfigError(
-            f"{text!r} is a sweep, that is, several trainings; write a list as [a,b]"
+            f"{whole} is a sweep, that is, several trainings; write a list as [a,b]"
         )
     if reader.rest():
         raise reader.refusal()
-    return Override(SIGNS[match["sign"]], key, value)
+    return Setting(key, value, origin)
 
 
 class _Value:
-    """Parses one value from left to right."""
+    """Parses one value from left to right; `length` is that of the whole override."""
 
-    def __init__(self, text: str, whole: str) -> None:
-        self.text, self.whole, self.at = text, whole, 0
+    def __init__(self, text: str, whole: str, length: int) -> None:
+        self.text, self.whole, self.length, self.at = text, whole, length, 0
 
     def rest(self) -> str:
         return self.text[self.at :]
 
     def refusal(self) -> ForeignConfigError:
         return ForeignConfigError(
-            f"{self.whole!r}: Hydra cannot parse {self.rest()[:20]!r} at character "
-            f"{len(self.whole) - len(self.rest()) + 1}; quote the value inside the shell's quotes"
+            f"{self.whole}: Hydra cannot parse {self.rest()[:20]!r} at character "
+            f"{self.length - len(self.rest()) + 1}; quote the value inside the shell's quotes"
         )
 
     def skip(self, *characters: str) -> bool:
@@ -106,7 +97,7 @@ class _Value:
             return self.quoted()
         if FUNCTION.match(start):
             raise ForeignConfigError(
-                f"{self.whole!r}: functions and sweeps on Hydra's command line are not supported"
+                f"{self.whole}: functions and sweeps on Hydra's command line are not supported"
             )
         return self.bare(is_key=False)
 
@@ -208,12 +199,3 @@ def _leaves(
         else:
             origin = f"{name}:{key_node.start_mark.line + 1}"
             yield Setting(key, loader.construct_object(value, deep=True), origin)
-
-
-def setting_of(text: str, origin: str) -> Setting:
-    """Return an override as a setting; raises ForeignConfigError with its origin."""
-    try:
-        override = parse_override(text)
-    except ForeignConfigError as error:
-        raise ForeignConfigError(f"{origin}: {error}") from None
-    return Setting(override.key, override.value, origin)

@@ -12,19 +12,8 @@ from typing import Any
 from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
 from interop.hydra import setting_of, settings_of_yaml
-from interop.shell import (
-    MARK,
-    Command,
-    Script,
-    ShellError,
-    Word,
-    marks_of,
-    numbers_of,
-    read_script,
-    shell_in,
-    shown,
-    starts_nothing,
-)
+from interop.shell.scope import MARK, ShellError, Word, marks_of, shown
+from interop.shell.walk import Command, Script, read_script, shell_in, starts_nothing
 from interop.table import TRAINERS, load
 
 ENTRY = re.compile(
@@ -363,9 +352,9 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
     """Raise one ForeignConfigError for all unknown values that affect a key."""
     asked: dict[int, list[tuple[str, str]]] = {}
     for setting in settings:
-        for number in numbers_of(f"{setting.key}{setting.value}"):
-            key = "further arguments" if numbers_of(setting.key) else setting.key
-            asked.setdefault(number, []).append((key, setting.origin))
+        key = "further arguments" if marks_of(setting.key) else setting.key
+        for number in dict.fromkeys(MARK.findall(f"{setting.key}{setting.value}")):
+            asked.setdefault(int(number), []).append((key, setting.origin))
     if not asked:
         return
     values = f"{len(asked)} value{'s' * (len(asked) > 1)}"

@@ -130,11 +130,6 @@ def joined_marks(numbers: list[str]) -> str:
     return "".join(f"\ue000{number}\ue001" for number in dict.fromkeys(numbers))
 
 
-def numbers_of(text: str) -> list[int]:
-    """Return the indices of the unknowns marked in a text."""
-    return [int(number) for number in dict.fromkeys(MARK.findall(text))]
-
-
 def marks_of(text: str) -> str:
     """Return only the marks in a text, to mark a value computed from it."""
     return joined_marks(MARK.findall(text))

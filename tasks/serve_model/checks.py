@@ -78,7 +78,7 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     lengths = [text[name] for name in _LENGTH_KEYS if _is_positive(text.get(name))]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sets = [rope, *rope.values()] if isinstance(rope, dict) else []  # one set, or one a layer type
-    factors = [part.get("factor") for part in sets if isinstance(part, dict)]
+    factors: list[Any] = [part.get("factor") for part in sets if isinstance(part, dict)]
     factor = max([1.0, *filter(_is_positive, factors)])
     return int(max(lengths) * factor) if lengths else None
 

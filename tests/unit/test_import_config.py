@@ -15,7 +15,7 @@ from flows.cli import app
 from flows.config import load_config
 from interop.account import account_of
 from interop.read import read_files
-from interop.shell import read_script
+from interop.shell.walk import read_script
 from tests.guides import FOLDER, SCRIPTS, account_at, text_of
 
 MAIN = "python3 -m verl.trainer.main_ppo"

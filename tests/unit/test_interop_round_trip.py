@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flows.config import load_config
 from interop.account import account_of
-from interop.foreign_config import Setting, by_name
-from interop.hydra import parse_override
+from interop.foreign_config import by_name
+from interop.hydra import setting_of
 from interop.render.inverse import settings_for
 from interop.render.launch import Places
 from interop.render.verl import nodes_of, render
@@ -108,8 +108,7 @@ def test_a_recipe_survives_verls_command_line(recipe: str) -> None:
     sets = ("train.device=cuda", "rollout.engine=vllm") if is_for_cpu else ()
     tree = load_config(CONFIGS / f"{recipe}.yaml", sets).model_dump(mode="json")
     launch = render(tree, Places(*[Path("/places")] * 5))
-    parsed = [parse_override(text) for text in launch.overrides]
-    account = account_of([Setting(each.key, each.value, "command line") for each in parsed], "verl")
+    account = account_of([setting_of(text, "command line") for text in launch.overrides], "verl")
     ours, back = by_name(tree), by_name(account.tree())
     assert back["train.num_ranks"] == sum(nodes_of(ours)[1:])
     assert back["train.placement"] == "colocated"

@@ -12,9 +12,8 @@ import tree_sitter_bash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interop.shell import Script, ShellError, marks_of, read_script, shown
-from interop.shell.scope import UNSET
-from interop.shell.walk import parsed
+from interop.shell.scope import UNSET, ShellError, marks_of, shown
+from interop.shell.walk import Script, parsed, read_script
 from interop.shell.words import NOT_READ
 
 VALUES = ("", "1", "12", "a b", "x.tar.gz", "p/q/r", "True", "-3", "é中", "A*b")
