@@ -28,7 +28,7 @@ from tasks.execution.command import link_log, run_dapo
 from tasks.execution.page import CommandProgress, StageProgress, TrainingProgress, show_report
 from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
-from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
+from tasks.fetched_model import fetched_metrics, link_known_files, place_additions
 from tasks.links import Link, baseline_of, link_of, step_checkpoint, step_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import Columns, report_run, send_report
@@ -94,10 +94,7 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
         elif path.name != MANIFEST_NAME:  # present if the folder is itself an artifact
             num_bytes += path.stat().st_size
             link_or_copy(path.resolve(), target)
-    if config.model.chat_template is not None:
-        place_chat_template(
-            Path(config.model.chat_template), folder, config.model.trust_remote_code
-        )
+    place_additions(config.model, folder)
     return {"bytes": num_bytes}
 
 

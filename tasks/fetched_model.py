@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import jinja2
@@ -16,11 +17,16 @@ from rich.filesize import decimal
 import downloads
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import files_to_fetch, require_model_folder
+from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
+from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
 from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHAT_TEMPLATE = (
     "chat_template.jinja"  # takes precedence over tokenizer_config.json in transformers and vLLM
@@ -117,10 +123,41 @@ def fetch_model_files(
         from dapo_core.model.pickled_weights import convert_pickles
 
         convert_pickles(folder)
-    if model.chat_template is not None:
-        place_chat_template(Path(model.chat_template), folder, model.trust_remote_code)
+    place_additions(model, folder)
     require_model_folder(folder)
     return snapshot
+
+
+def place_additions(model: ModelConfig, folder: Path) -> None:
+    """Install model.chat_template and model.stop_tokens in the folder. Raises ModelError."""
+    if model.chat_template is not None:
+        place_chat_template(Path(model.chat_template), folder, model.trust_remote_code)
+    if model.stop_tokens:
+        place_stop_tokens(model.stop_tokens, folder, model.trust_remote_code)
+
+
+def place_stop_tokens(tokens: Sequence[str], folder: Path, trust_remote_code: bool = False) -> None:
+    """Let these tokens end a response too, in generation_config.json, which all engines read."""
+    from dapo_core.model.pretrained import load_tokenizer
+
+    file = folder / GENERATION_CONFIG
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    ids = [*read_eos_ids(folder), *stop_ids(load_tokenizer(folder, trust_remote_code), tokens)]
+    values["eos_token_id"] = list(dict.fromkeys(ids))
+    file.unlink(missing_ok=True)  # it may be a hard link into another folder
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
+    """Return the ids of model.stop_tokens; raises ModelError for one that the model lacks."""
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary:
+            raise ModelError(
+                f"model.stop_tokens: {token!r} is not a token of the model"
+                f"{nearest(token, list(tokenizer.get_added_vocab()))}"
+            )
+    return [vocabulary[token] for token in tokens]
 
 
 def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:

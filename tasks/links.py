@@ -150,6 +150,7 @@ def model_of(baseline: BaselineConfig) -> ModelConfig:
         id=baseline.id,
         revision=baseline.revision,
         chat_template=baseline.chat_template,
+        stop_tokens=baseline.stop_tokens,
         trust_remote_code=baseline.trust_remote_code,
     )
 

@@ -39,17 +39,17 @@ def model_files(config: ChainConfig) -> dict[str, str]:
     """
     if config.model.source == "recipe":
         return {}
-    template = config.model.chat_template
-    chat = (
-        {} if template is None else {"chat_template": _file_digest("model.chat_template", template)}
-    )
+    template, tokens = config.model.chat_template, config.model.stop_tokens
+    added = {"stop_tokens": " ".join(tokens)} if tokens else {}
+    if template is not None:
+        added["chat_template"] = _file_digest("model.chat_template", template)
     if config.model.source != "path":
         try:
-            return {**fetched_inputs(config.model), **chat}
+            return {**fetched_inputs(config.model), **added}
         except Unreachable as error:
             known = FETCH_MODEL.config_slice(config)
-            return {**earlier_inputs(config.store.path, FETCH_MODEL.name, known, error), **chat}
-    return {"model_folder": _folder_digest(str(config.model.path), "model.path"), **chat}
+            return {**earlier_inputs(config.store.path, FETCH_MODEL.name, known, error), **added}
+    return {"model_folder": _folder_digest(str(config.model.path), "model.path"), **added}
 
 
 def _folder_digest(path: str, key: str) -> str:

@@ -107,6 +107,6 @@ def read_eos_ids(model_path: str | Path) -> list[int]:
         return ids
     raise ModelError(
         f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without "
-        "it every "
-        "response runs to rollout.max_response_tokens; add the id to generation_config.json"
+        "it every response runs to rollout.max_response_tokens; add the id to "
+        "generation_config.json"
     )

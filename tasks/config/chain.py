@@ -45,6 +45,11 @@ class ModelConfig(ModelCodeConfig):
         None,
         "File with the Jinja chat template of a base model, for training, serving and evaluation.",
     )
+    stop_tokens: tuple[str, ...] = key(
+        (),
+        "Tokens that end a response besides the model's own, such as <|im_end|> of a chat template "
+        "that a base model does not know.",
+    )
     allow_pickle: bool = key(
         False, "Accept pickled weights if the hub or URL has no safetensors, and convert them."
     )
@@ -87,6 +92,7 @@ _MODEL_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "urls": (("url",), "addresses of its files, or of one archive"),
     "allow_pickle": ((*_HUBS, "url"), ""),
     "chat_template": (("path", *_HUBS, "url"), ""),
+    "stop_tokens": (("path", *_HUBS, "url"), ""),
 }
 
 

@@ -65,6 +65,7 @@ _READ_WITH = {
     "source": ("id",),
     "revision": ("id",),
     "chat_template": ("path", "id"),
+    "stop_tokens": ("path", "id"),
     "trust_remote_code": ("path", "id"),
     "model": ("base_url",),
     "api_key_variable": ("base_url",),
@@ -82,6 +83,7 @@ class BaselineConfig(Entry):
     source: Literal["huggingface", "modelscope"] = key("huggingface", "The hub of `id`.")
     revision: str | None = key(None, "Branch, tag or commit of `id`.")
     chat_template: str | None = key(None, "As model.chat_template.")
+    stop_tokens: tuple[str, ...] = key((), "As model.stop_tokens.")
     trust_remote_code: bool = key(False, "As model.trust_remote_code.")
     base_url: str | None = key(
         None, "URL of an OpenAI-compatible server.", pattern=r"^https?://[^/\s]"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jinja2
 
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import describe_bytes
@@ -14,11 +17,14 @@ from dapo_core.model.sampling import read_eos_ids, with_model_sampling
 from dapo_core.model.tensors import num_elements, require_original_weights
 from dapo_core.policy.requirements import require_trainable
 from tasks.config import ChainConfig
+from tasks.fetched_model import stop_ids
 from tasks.preflight.finding import OK, WARN, Findings
 from tasks.serve_model.checks import longest_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ANSWER = "It is forty-two."  # in the probe of the chat template
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,42 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         found = f"{describe_bytes(facts.num_bytes)} of {facts.model_type}, {trained}"
         findings.add("model", OK, f"{found}; chat template present")
         _warn_of_copies(folder, findings)
+    if facts.tokenizer is not None:
+        with findings.catching("tokenizer"):
+            _check_turn_end(facts.tokenizer, folder, config, findings)
     return facts
+
+
+def _check_turn_end(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, config: ChainConfig, findings: Findings
+) -> None:
+    """Warn if responses do not end at the token with which the chat template ends a turn."""
+    ids = {*read_eos_ids(folder), *stop_ids(tokenizer, config.model.stop_tokens)}
+    end = turn_end(tokenizer, config.rollout.chat_template_kwargs)
+    if end is None or end in ids:
+        return
+    token, *stops = map(str, tokenizer.convert_ids_to_tokens([end, *sorted(ids)]))
+    findings.add(
+        "tokenizer",
+        WARN,
+        f"the chat template ends a turn with {token}, but a response ends only with "
+        f"{' or '.join(stops)} (eos_token_id in generation_config.json, else config.json): in "
+        "training, serving and evaluation, responses would run past it to the length limit",
+        f"set model.stop_tokens=['{token}']",
+    )
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> int | None:
+    """Return the first special token after an assistant's message; None if there is none."""
+    messages = [{"role": "user", "content": "6 x 7?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None  # it takes no assistant's message
+    _, answer, rest = text.rpartition(ANSWER)
+    special = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    ids = tokenizer(rest, add_special_tokens=False).input_ids if answer else []
+    return next((token_id for token_id in ids if token_id in special), None)
 
 
 def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:

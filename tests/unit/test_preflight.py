@@ -26,9 +26,10 @@ from eval.report.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
+from tasks.preflight.model import turn_end
 from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
-from tests.tiny_models import build_tiny
+from tests.tiny_models import build_tiny, tiny_tokenizer
 
 Alter = Callable[[Path], object]
 LENGTHS: dict[str, dict[str, Any]] = {
@@ -141,6 +142,44 @@ def test_a_base_model_passes_with_a_chat_template_of_its_own(tmp_path: Path, mod
     template.unlink()
     [finding] = found(config, FAIL)
     assert "mine.jinja cannot be read" in finding.found
+
+
+def test_responses_that_would_run_past_the_end_of_a_turn_are_found(
+    tmp_path: Path, model: Path
+) -> None:
+    """The base model ends a text with <|pad|>, the chat template a turn with <|end|>."""
+    base = altered(model, tmp_path / "base", eos_token_id=0)
+    (base / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    config = recipe(tmp_path, base)
+    [warning] = found(config, WARN)
+    assert "ends a turn with <|end|>, but a response ends only with <|pad|>" in warning.found
+    assert warning.advice == "set model.stop_tokens=['<|end|>']"
+    stopping, misspelt = (
+        config.model_copy(update={"model": config.model.model_copy(update={"stop_tokens": tokens})})
+        for tokens in (("<|end|>",), ("<|edn|>",))
+    )
+    assert found(stopping, WARN) == []
+    [finding] = found(misspelt, FAIL)
+    assert "'<|edn|>' is not a token of the model (did you mean <|end|>" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n<|end|>\n{% endfor %}", 1),
+        ("{% for m in messages %}<|user|>{{ m.content }}<|pad|><|end|>{% endfor %}", 0),
+        ("{% for m in messages %}{{ m.content }}\n\n{% endfor %}", None),  # no special token
+        ("{{ messages[0].content }}<|end|>", None),  # no assistant's message
+        ("{{ raise_exception('roles must alternate') }}", None),
+        ("{{ messages.no.such.thing }}", None),
+    ],
+)
+def test_the_token_after_an_assistants_turn_is_read_from_the_template(
+    template: str, end: int | None
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert turn_end(tokenizer, {}) == end
 
 
 def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(

@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from dapo_core.config.fields import is_volatile
 from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import ConfigError, DataError, ModelError
+from dapo_core.model.pretrained import load_tokenizer
+from dapo_core.model.sampling import read_eos_ids
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set
 from flows.config import Config, load_config
@@ -29,6 +31,7 @@ from tasks.config.data import ColumnsConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
+from tasks.fetched_model import place_stop_tokens
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
@@ -86,6 +89,7 @@ BY_CONTENT |= {
     "custom_reward.path",
     "algorithm.kl.reference_path",
     "model.chat_template",
+    "model.stop_tokens",  # among the inputs, if there are any
     *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
 }
 
@@ -352,6 +356,25 @@ def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None
         ConfigError, match=r"model\.chat_template=.*mine\.jinja cannot be read: No such file"
     ):
         link_of(config, "fetch_model").key()
+
+
+def test_stop_tokens_reach_every_engine_and_do_not_modify_the_local_model(tmp_path: Path) -> None:
+    source = build_tiny_qwen3(tmp_path / "model")
+    (ending,) = read_eos_ids(source)
+    user = load_tokenizer(source).convert_tokens_to_ids("<|user|>")
+    config = make_config(
+        source, model={"path": str(source), "stop_tokens": ["<|user|>", "<|end|>"]}
+    )
+    (tmp_path / "taken").mkdir()
+    link_model_folder(config, tmp_path / "taken")
+    assert read_eos_ids(tmp_path / "taken") == [ending, user]
+    assert read_eos_ids(source) == [ending]
+    (tmp_path / "taken/generation_config.json").unlink()
+    place_stop_tokens(["<|user|>"], tmp_path / "taken")  # whose eos_token_id is in config.json
+    assert read_eos_ids(tmp_path / "taken") == [ending, user]
+    plain = make_config(source, model={"path": str(source)})
+    keys = [link_of(each, "fetch_model").key().key for each in (config, plain)]
+    assert keys[0] != keys[1]
 
 
 def test_an_incomplete_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
