@@ -152,6 +152,7 @@ class VllmEngine(Engine):
         if self._engine is None:
             return
         # LLMEngine has no public shutdown; without this, KV cache and worker processes outlive it.
+        # test_private_parts.py guards these names.
         self._engine.engine_core.shutdown()
         self._engine = None
         self._rows.clear()
@@ -322,7 +323,7 @@ def set_logprobs_mode(worker: Any) -> None:
     """Make the worker's sampler return LOG_PROBS: vllm-ascend's ignores logprobs_mode.
 
     Read in the source of vllm-ascend 0.23.0, not run there; vLLM's own samplers already have the
-    mode.
+    mode. There is no public way; test_private_parts.py guards the names.
     """
     sampler = getattr(worker.model_runner, "sampler", None)  # only the last stage has one
     parts: list[Any] = [sampler, getattr(sampler, "topk_topp_sampler", None)]
@@ -357,8 +358,7 @@ def _executor(address: str, rank: int) -> Any:
 def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
     """Repack experts and a tied head for the CPU kernels, which vLLM 0.32's reload_weights skips.
 
-    vLLM has no public API for this; tests/integration/test_weight_sync.py fails if the internals
-    change.
+    vLLM has no public API for this; test_private_parts.py guards the names.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform

@@ -6,6 +6,7 @@ Each fails here first when a library changes it; the comment at its use says why
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,59 @@ def test_vllm_still_takes_the_rendezvous_of_a_part_from_its_executor() -> None:
     assert parameters(ExecutorWithExternalLauncher._distributed_args) == ["self"]
     source = inspect.getsource(ExecutorWithExternalLauncher.__mro__[1])
     assert "distributed_init_method, rank, local_rank = self._distributed_args()" in source
+
+
+@pytest.mark.slow
+def test_vllm_still_has_an_engine_core_that_ends_with_its_processes() -> None:
+    from vllm import LLMEngine
+    from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
+
+    assert "self.engine_core = EngineCoreClient.make_client(" in inspect.getsource(LLMEngine)
+    assert not parameters(InprocClient.shutdown)[2:]
+    assert InprocClient.shutdown is not EngineCoreClient.shutdown
+
+
+@pytest.mark.slow
+def test_vllm_still_samples_in_its_model_runner_with_a_mode_of_log_probs() -> None:
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from dapo_core.engines.vllm_engine import LOG_PROBS, set_logprobs_mode
+
+    assert "self.sampler = Sampler(" in inspect.getsource(GPUModelRunner)
+    assert "self.model_runner" in inspect.getsource(Worker)
+    sampler = Sampler("raw_logprobs")  # what vllm-ascend's is, whatever the arguments say
+    modes = [sampler.logprobs_mode, sampler.topk_topp_sampler.logprobs_mode]
+    assert modes == ["raw_logprobs"] * 2
+    set_logprobs_mode(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+    modes = [sampler.logprobs_mode, sampler.topk_topp_sampler.logprobs_mode]
+    assert modes == [LOG_PROBS] * 2
+
+
+@pytest.mark.slow
+def test_vllm_still_packs_experts_and_a_head_where_the_core_packs_them_again() -> None:
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    method = inspect.getsource(unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
+    assert "self.moe_kernel.fused_experts.process_weights_after_loading(layer)" in method
+    assert "def process_weights_after_loading(self, layer" in inspect.getsource(cpu_moe)
+    assert "self.quant_method" in inspect.getsource(ParallelLMHead.__mro__[1])
+    assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading)[1:] == ["layer"]
+
+
+@pytest.mark.slow
+def test_vllm_still_warns_of_reloads_under_the_silenced_name() -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from dapo_core.engines import vllm_engine
+
+    assert f'getLogger("{layerwise.logger.name}")' in inspect.getsource(vllm_engine)
 
 
 def test_transformers_still_names_decoder_layers_skipped_tensors_and_packed_attention() -> None:
