@@ -196,11 +196,10 @@ def _write_answers(
     from eval.problems.registry import load_set
     from tasks.data.layout import EVAL_FILE
 
-    limit, items, tokenizer = (
-        config.evaluate.max_response_tokens,
-        load_set(Path(data.path) / EVAL_FILE).items,
-        load_tokenizer(model.path),
-    )
+    limit = config.evaluate.max_response_tokens
+    assert limit is not None  # the recipe sets it
+    items = load_set(Path(data.path) / EVAL_FILE).items
+    tokenizer = load_tokenizer(model.path)
     chats = [list(item.prompt) for item in items if not isinstance(item.prompt, str)]
     texts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
@@ -83,5 +83,5 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     return int(max(lengths) * factor) if lengths else None
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < inf
