@@ -29,11 +29,10 @@ from dapo_core.draw.account import Draw
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.sampler import Sampler
-from dapo_core.engines.base import FinishReason, Response
+from dapo_core.engines.base import NO_LOG_PROBS, FinishReason, Response
 from dapo_core.reward.scorers import Verdict
 
 LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response
-NONE = np.empty(0, np.float32)  # log-probs do not matter here
 LOG_SIGMA = 0.6926  # of the log-normal with this mean and this share above the limit
 LOG_MEAN = math.log(LIMIT) - 1.7624 * LOG_SIGMA  # 1.7624: standard normal quantile of 1 - 0.039
 BETWEEN_PROMPTS = 0.5  # share of the variance of log-lengths between prompts
@@ -173,7 +172,9 @@ def _whole(request: GroupRequest) -> Group:
         tokens: Any = range(length)  # only their number matters
         finish: FinishReason = "length" if length == LIMIT else "stop"
         verdict: Verdict = "right" if is_right else "wrong"
-        rollouts.append(Rollout(tokens, NONE, finish, 0.0, 0.0, verdict, float(is_right), []))
+        rollouts.append(
+            Rollout(tokens, NO_LOG_PROBS, finish, 0.0, 0.0, verdict, float(is_right), [])
+        )
     return Group(request.group_id, request.prompt, rollouts)
 
 
@@ -182,7 +183,7 @@ def _begun(group: _Open) -> GroupRequest:
     responses = []
     for length, count in zip(lengths, group.num_tokens, strict=True):
         tokens: Any = range(count)
-        responses.append(Response("", tokens, NONE, "abort" if count < length else "stop"))
+        responses.append(Response("", tokens, NO_LOG_PROBS, "abort" if count < length else "stop"))
     begun = replace(group.request, responses=responses)
     return begun if begun.num_response_tokens else begun.without_responses()
 
