@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from eval.answers.answers import (
@@ -32,7 +33,7 @@ from eval.answers.answers import (
 )
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
-from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference, variables
+from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference, substituted, variables
 from eval.answers.structure import (
     read_answer,
     read_as_list,
@@ -263,6 +264,8 @@ def _difference(relation: Relation) -> Node:
 
 def _same_named(prediction: Answer, gold: Answer) -> bool:
     """Compare values if the names match or one is missing; else compare as equations."""
+    if isinstance(prediction, Named) and isinstance(gold, Named):
+        prediction = _renamed(prediction, gold)
     match prediction, gold:
         case Named(predicted, value), Named(expected, other) if _same_name(predicted, expected):
             return same(value, other)
@@ -278,6 +281,21 @@ def _same_named(prediction: Answer, gold: Answer) -> bool:
     return False
 
 
+_DEFINED = re.compile(r"(\\?[A-Za-z]+'*)(?:\(([a-z])\)|_([i-n]))")
+
+
+def _renamed(prediction: Named, gold: Named) -> Named:
+    """Return f(n) = n + 1 as f(x) = x + 1 if that is the letter of the gold answer."""
+    names = _DEFINED.fullmatch(prediction.name), _DEFINED.fullmatch(gold.name)
+    if not names[0] or not names[1] or names[0].group(1) != names[1].group(1):
+        return prediction
+    old, new = (name.group(2) or name.group(3) for name in names if name)
+    if not isinstance(prediction.value, Value) or new in variables(prediction.value.node):
+        return prediction
+    node = substituted(prediction.value.node, ("var", old), ("var", new))
+    return Named(gold.name, replace(prediction.value, node=node))
+
+
 def _same_name(left: str, right: str) -> bool:
     """A word matches any name, y any function, and a letter itself with an index or argument."""
     if left == right or not left or not right or '"' in left + right:
@@ -288,7 +306,8 @@ def _same_name(left: str, right: str) -> bool:
     letters = [re.findall(r"^\\?[a-zA-Z]+", name) for name in (left, right)]
     is_indexed = any(re.fullmatch(r"\\?[a-zA-Z]+(_.*|'*\(.*\))", name) for name in (left, right))
     marks = [re.findall(r"'|\^", name) for name in (left, right)]
-    return is_indexed and letters[0] == letters[1] and marks[0] == marks[1]
+    have_indices = "_" in left and "_" in right
+    return is_indexed and not have_indices and letters[0] == letters[1] and marks[0] == marks[1]
 
 
 def _as_relation(answer: Answer) -> Relation | None:

@@ -157,6 +157,7 @@ def _rules(*rules: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
 _PUNCTUATION = _rules(
     (r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", ""),  # 10,\!080 10{,}080
     (r"\\\$|(?<!\\)\$|\*\*|`", " "),
+    (r"\{([:=<>])\}", r"\1"),
 )
 _SYMBOLS = _rules(
     (r"\\(?:left|right|middle)\s*\.", " "),

@@ -46,14 +46,20 @@ _NAME = re.compile(
     |(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*\{?\(?(?:[A-Za-z]|\\(?:angle)?\s*[A-Za-z]*)\)?\}?)
     |(?:[a-z]\s*\^\s*\{?\d\}?\s*[+]\s*)+[a-z]\s*\^\s*\{?\d\}? | \|[a-z](?:\s*[-+]\s*[a-z])?\|
     |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\}
-    | [A-Z]{1,3}\s*[/:]\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
+    | [A-Z]{1,3}\s*[/:]\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]
+    | \\(?:lim|int|iint|oint|sum|prod|det|deg|dim|arg|nabla)(?![a-zA-Z]).* | \\sigma\s*\^\s*\{?2\}?
+    | \\frac\s*\{\s*(?:d|\\partial)[^{}]*\}\s*\{\s*(?:d|\\partial)[^{}]*\}
+    | \\(?:bar|dot|ddot)\s*\{?\s*[A-Za-z]\s*\}? | [A-Z]\s*[∪∩∖]\s*[A-Z] | ⦃[a-z,\ ]+⦄
+    | [a-zA-Z]\s*\([a-z]\s*\([^()]*\)\)
+    | \(?\s*[a-zA-Z]\s*\\circ\s*[a-zA-Z]\s*\)?\s*\([^()]*\)""",
     re.VERBOSE,
 )
 # "the answer is" before an answer; a reason, a condition or the range of an index after it.
 _REMARKS = re.compile(
     r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s*
     | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s*
-    | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
+    | ^"?\s*[Aa]ll\s*"?\s+(?=[a-z]\s*[<≤>≥≠∈])
+    | \s*[,;(]?\s*"\(?(?:(?:since|because|as|where)\b.*|for\ (?:all|any|every|some)\b\D*)$
     | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
 _EXCEPT = re.compile(

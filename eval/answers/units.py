@@ -166,7 +166,7 @@ def _is_meaningful(words: list[str]) -> bool:
     )
 
 
-_QUANTITIES = re.compile(r"(?:\s*\d+(?:\.\d+)?\s*[A-Za-z]{2,}[\s,.]*(?:and)?){2,}")
+_QUANTITIES = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[A-Za-z]{2,}(?:[\s,.]+(?:and\s+)?|$)){2,}")
 
 
 def quantities(plain: str) -> list[tuple[Fraction, str | None]]:
