@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
@@ -48,13 +49,8 @@ def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:
 
 
 def _split(tokens: list[str], separators: tuple[str, ...]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    for token in tokens:
-        if token in separators:
-            groups.append([])
-        else:
-            groups[-1].append(token)
-    return groups
+    groups = itertools.groupby(tokens, lambda token: token in separators)
+    return [list(group) for is_separator, group in groups if not is_separator]
 
 
 def _judge_one(test: list[str], scope: Scope, is_double: bool) -> Verdict:

@@ -22,12 +22,11 @@ SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep
 SUCCEEDING |= {"wait", "printf", "tee", "cat"}
 # Commands that start none of their words; all others may.
 STARTING_NOTHING = SUCCEEDING | {"grep", "sed", "awk", "pkill", "pgrep", "alias", "which", "git"}
-PROGRAM = re.compile(r"(?:^|[\s;&|(=])(?:\S*/)?(?:python[\d.]*|torchrun|bash|sh|zsh)\s")
+PROGRAM = re.compile(r"(?:^|[\s;&|(=])(?:[\w./~-]*/)?(?:python[\d.]*|torchrun|bash|sh|zsh)\s")
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 COMMENT_OF_A_LIST = re.compile(rb"(?m)(?<=[ \t])`#[^`\n]*`(?=[ \t]*\\?$)")
 ONE_LINE = ("command", "declaration_command", "variable_assignments", "variable_assignment")
-CUT_NAME = re.compile(rb"\$([A-Za-z_]\w*|[\d@*#?!-])")
-ESCAPED = re.compile(rb"(?<!\\)(\\\\)*\\\Z")
+CUT_NAME = re.compile(rb"(?<!\\)\$([A-Za-z_]\w*|[\d@*#?!-])")
 LAST_BACKSLASH = re.compile(r"\\\s*\Z")
 READ_HERE = ("arithmetic_expansion", "expansion", "command_substitution", "string")
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -106,8 +105,11 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
         repairs = {each for each in found if each.text != b";" or each.row not in parted}
         if not repairs:
             return root, source
-        for each in sorted(repairs, key=lambda each: each.start, reverse=True):
-            source = source[: each.start] + each.text + source[each.end :]
+        parts, end = [], 0
+        for each in sorted(repairs):
+            parts += [source[end : each.start], each.text]
+            end = each.end
+        source = b"".join([*parts, source[end:]])
         parted |= {each.row for each in repairs if each.text == b";"}
 
 
@@ -130,7 +132,7 @@ def _repairs(node: Any, source: bytes) -> Iterator[Repair]:
             if re.search(rb"(?<!\\)\n", source[word.end_byte : following.start_byte]):
                 yield Repair(word.end_byte, word.end_byte, b";", word.end_point.row)
     cut = CUT_NAME.match(source, node.end_byte - 1)
-    if cut and node.type != "$" and not ESCAPED.search(source, 0, cut.start()):
+    if cut and node.type != "$":
         yield Repair(*cut.span(), b"${" + cut[1] + b"}", node.end_point.row)
     for child in node.children:
         yield from _repairs(child, source)

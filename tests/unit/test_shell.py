@@ -249,6 +249,7 @@ def test_bash_errors_are_reported_with_the_line(text: str, message: str) -> None
     [
         ("if true; then\nA=1 B=2\necho x\nfi\n" * 40, 40),
         ("|-|\n|s|e\nd r e", 1),  # a table, no script: a semicolon does not help
+        ("export A=$B/$C/d\n" * 2000, 0),
     ],
 )
 def test_the_number_of_parses_does_not_grow_with_the_script(
