@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 import downloads
 from dapo_core.errors import ModelError
-from dapo_core.model.folder import files_to_fetch, require_model_folder
+from dapo_core.model.folder import files_to_fetch, read_config, require_model_folder
 from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
 from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
@@ -141,7 +141,7 @@ def place_stop_tokens(tokens: Sequence[str], folder: Path, trust_remote_code: bo
     from dapo_core.model.pretrained import load_tokenizer
 
     file = folder / GENERATION_CONFIG
-    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    values = read_config(folder, GENERATION_CONFIG) if file.is_file() else {}
     ids = [*read_eos_ids(folder), *stop_ids(load_tokenizer(folder, trust_remote_code), tokens)]
     values["eos_token_id"] = list(dict.fromkeys(ids))
     file.unlink(missing_ok=True)  # it may be a hard link into another folder
