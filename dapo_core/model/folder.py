@@ -78,6 +78,9 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
         forms = [form for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))]
         if others := sorted({path.suffix for path in folder.glob("*")} & WEIGHT_SUFFIXES):
             forms.append(f"its weights are {' '.join(others)}: use the model's safetensors")
+        for pattern in ("*/config.json", "snapshots/*/config.json"):  # also a cache of the hub
+            found = (path.parent.relative_to(folder) for path in sorted(folder.glob(pattern)))
+            forms += [f"a model is in its folder {name}" for name in found]
         hint = f" ({forms[0]})" if forms else ""
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "

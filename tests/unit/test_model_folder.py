@@ -203,12 +203,15 @@ def test_a_reference_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
     ("file", "said"),
     [
         ("adapter_config.json", r"lacks config\.json .* folder \(it contains a LoRA adapter"),
+        ("snapshots/1a2b/config.json", r"folder \(a model is in its folder snapshots/1a2b\)"),
+        ("model_world_size_2_rank_0.pt", r"folder \(it contains verl's shards: merge them"),
         ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it contains a GGUF file, which is"),
     ],
 )
-def test_adapters_and_gguf_files_are_named_in_the_error(
+def test_what_an_incomplete_folder_contains_is_named_in_the_error(
     tmp_path: Path, file: str, said: str
 ) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=said):
         require_model_folder(tmp_path)
