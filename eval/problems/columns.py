@@ -344,7 +344,8 @@ def unused_besides(rows: Sequence[Row], used: Sequence[str], answer: str | None)
     Their names suggest that, or they hold options that the answers name.
     """
     named, outer = _Named(rows), {name.partition(".")[0] for name in used}
-    names = [name for name in named.outer if name not in outer and named.first(name) is not None]
+    free = [name for name in named.outer if name.strip() and name not in outer]
+    names = [name for name in free if named.first(name) is not None]
     texts = [name for name in names if named.chat(name) is None]
     options = {*named.options(tuple(outer))}
     options |= {name for name in texts if answer and named.has_answers((name,), answer)}

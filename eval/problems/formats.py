@@ -50,10 +50,12 @@ def rows_in(file: Path, choose: ChooseColumns) -> Iterator[Row]:
         else:
             with file.open(encoding="utf-8-sig", newline="") as text:
                 yield from _alike(_TEXT_READERS[suffix](text))
+    except ProblemsError:
+        raise
     except UnicodeDecodeError:
         read_utf8(file)  # raises with the position in the file
         raise
-    except (pa.ArrowException, OSError, csv.Error, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ProblemsError(
             f"{file} cannot be read as {suffix[1:]}: {error}; correct the file"
         ) from None
@@ -110,6 +112,13 @@ def _csv(text: TextIO) -> Iterator[dict[str, Any]]:
     columns = next(rows, [])
     if repeated := {name for name in columns if columns.count(name) > 1}:
         raise ValueError(f"several columns are named {', '.join(map(repr, sorted(repeated)))}")
+    try:
+        yield from _named_cells(columns, rows)
+    except csv.Error as error:
+        raise ValueError(f"{error} in line {rows.line_num}") from None
+
+
+def _named_cells(columns: Sequence[str], rows: Any) -> Iterator[dict[str, Any]]:
     for cells in filter(None, rows):
         if any(cells[len(columns) :]):
             raise ValueError(
@@ -164,9 +173,18 @@ def _require_text(value: Any) -> None:
 
 
 def _rows_within(content: dict[str, Any]) -> list[Any]:
-    """Return the rows of AISBench's object of rows by index or of {"data": [...]}, or one row."""
-    if content and all(isinstance(row, dict) for row in content.values()):
-        return list(content.values())
+    """Return the rows of an object: AISBench's rows by index, columns, {"data": [...]}, or one."""
+    values = list(content.values())
+    if values and all(isinstance(value, dict) for value in values):
+        if not all("".join(value).isdecimal() for value in values):
+            return values
+        values = [list(value.values()) for value in values]  # pandas: cells by index
+    are_columns = len(values) > 1 and all(
+        isinstance(value, list) and not any(isinstance(cell, dict) for cell in value)
+        for value in values
+    )
+    if are_columns and len(set(map(len, values))) == 1:
+        return [dict(zip(content, cells, strict=True)) for cells in zip(*values, strict=True)]
     lists = [content[name] for name in _ROW_LISTS if isinstance(content.get(name), list)]
     return lists[0] if len(lists) == 1 and lists[0] else [content]
 

@@ -24,7 +24,10 @@ MEANINGS: dict[AnswerAs, str] = {
 NUM_DECIDING = 100_000  # rows
 MIN_FITTING = 0.9  # of the answers; the rows of the others are unusable
 _TEXT_KEYS, _LABEL_KEYS = ("text", "content", "value", "option"), ("label", "key", "id", "letter")
-_LABEL = r"[(\[]?{letter}\s?[)\].:．、]"
+_LABELS = [  # `A)`, `(A)`, `A.`, ...; `a)`, ...
+    [re.compile(rf"(?:^|(?<=[\s,;]))[(\[]?{letter}\s?[)\].:．、]\s*") for letter in letters]
+    for letters in (LETTERS, LETTERS.lower())
+]
 _WHOLE = re.compile(r"\s*(\d{1,3})(?:\.0+)?\s*")
 _LISTED = re.compile(r"^\s*\(?([A-J])[.):．、：]\s*\S", re.MULTILINE)
 _MARKS = " \t.:()[]"
@@ -89,38 +92,27 @@ def _labelled(found: list[Any] | str) -> list[tuple[str | None, Any]]:
     """Return pairs of label and text; a text alone must have labels or lines."""
     if isinstance(found, str):
         return _split_by_labels(found) or [(None, one) for one in _split(found)]
-    for letters in (LETTERS, LETTERS.lower()):
-        labels = [re.compile(rf"\s*{_LABEL.format(letter=letter)}\s*") for letter in letters]
-        matches = [
-            label.match(one)
-            for label, one in zip(labels, found, strict=False)
-            if isinstance(one, str)
-        ]
-        if len(matches) == len(found) and all(matches):
-            return [
-                (letter, one[match.end() :])
-                for letter, one, match in zip(letters, found, matches, strict=False)
-                if match
-            ]
+    for labels in _LABELS if len(found) <= len(LETTERS) else ():
+        matches = [label.match(str(one).strip()) for label, one in zip(labels, found, strict=False)]
+        if all(matches):
+            texts = [match.string[match.end() :] for match in matches if match]
+            return list(zip(LETTERS, texts, strict=False))
     return [(None, one) for one in found]
 
 
 def _split_by_labels(text: str) -> list[tuple[str | None, Any]]:
     """Split `A) 38, B) 27` at its labels, which must be in order."""
-    for letters in (LETTERS, LETTERS.lower()):
+    for labels in _LABELS:
         starts: list[re.Match[str]] = []
-        for letter in letters:
-            pattern = re.compile(rf"(?:^|(?<=[\s,;])){_LABEL.format(letter=letter)}\s*")
-            match = pattern.search(text, starts[-1].end() if starts else 0)
+        for label in labels:
+            match = label.search(text, starts[-1].end() if starts else 0)
             if match is None:
                 break
             starts.append(match)
         if len(starts) > 1 and not text[: starts[0].start()].strip():
             ends = [*(match.start() for match in starts[1:]), len(text)]
-            return [
-                (letter, text[match.end() : end].strip().rstrip(",;"))
-                for letter, match, end in zip(letters, starts, ends, strict=False)
-            ]
+            found = [text[match.end() : end] for match, end in zip(starts, ends, strict=True)]
+            return list(zip(LETTERS, (one.strip().rstrip(",;") for one in found), strict=False))
     return []
 
 

@@ -35,6 +35,7 @@ from eval.problems.files import (
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.options import (
     LETTERS,
+    NUM_DECIDING,
     AnswerAs,
     Options,
     decide,
@@ -154,8 +155,6 @@ def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) 
     columns that are `given` and those with usual names. Raises ProblemsError.
     """
     rows = first_rows(path, split)
-    if not rows:
-        return OWN
     if not given.names_columns and set(CHAT.columns) <= rows[0].keys():
         used, answer = (*CHAT.columns, *CHAT.others, "ability", *given.elsewhere), None
         known = replace(OWN, reading=OWN_READING)
@@ -198,8 +197,11 @@ def _with_doubt(path: Path, rows: Sequence[Row], known: ProblemSet, unused: Unus
 
 
 def first_rows(path: Path, split: Split) -> list[Row]:
-    """Return the rows that a file is recognised by."""
-    return list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
+    """Return the rows that a file is recognised by. Raises ProblemsError if there are none."""
+    rows = list(itertools.islice(iterate_rows(path, split=split), NUM_TRIED))
+    if not rows:
+        raise ProblemsError(f"{path} has no rows; name another file, or fix it")
+    return rows
 
 
 def _require_text(path: Path, rows: Sequence[Row], known: ProblemSet) -> None:
@@ -222,7 +224,8 @@ def scorer_of(golds: Iterable[str]) -> str:
 def _as_choice(path: Path, split: Split, known: ProblemSet) -> ProblemSet:
     """Return the set as multiple choice if all of its gold answers are letters of options."""
     template = None
-    for _, _, problem in iterate_problems(path, known.schemas, split):
+    rows = itertools.islice(iterate_problems(path, known.schemas, split), NUM_DECIDING)
+    for _, _, problem in rows:
         if isinstance(problem, Problem):
             if not names_option(problem.gold, problem.text):
                 return known

@@ -31,9 +31,9 @@ def text_in(value: Any, name: str = "value") -> str | None:
 
     A list or an object that holds one text is that text. Raises Unusable for any other.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) and _LIST_OF_TEXTS.match(value):
-        value = parsed(value)
+    if isinstance(value, str) and not _LIST_OF_TEXTS.match(value):
+        return value if value.strip() else None
+    value = parsed(value)
     if isinstance(value, Mapping):
         inner = next((value[key] for key in _TEXT_KEYS if key in value), value)
         if isinstance(inner, Mapping) and not is_missing(inner):
@@ -50,7 +50,7 @@ def text_in(value: Any, name: str = "value") -> str | None:
         return format(Decimal(str(value)), "f").removesuffix(".0")
     if isinstance(value, datetime.datetime) and value.time() == datetime.time():
         value = value.date()
-    if not isinstance(value, str | int | datetime.date):
+    if not isinstance(value, int | str | datetime.date):
         raise Unusable(f"a value of type {type(value).__name__} as {name}")
     return str(value)
 

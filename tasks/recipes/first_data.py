@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from pydantic import ValidationError
 from rich.filesize import decimal
 
 from dapo_core.errors import ConfigError
-from eval.problems.files import columns_of, files_of, iterate_problems
+from eval.problems.files import columns_of, files_of, iterate_problems, merge_repeats
 from eval.problems.items import Problem
 from eval.problems.registry import SETS, find_layout, first_rows, published_as
 from eval.problems.rows import CHAT, Row, Split
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig
-from tasks.data.reading import SetCount, here, iterate_source, to_row
+from tasks.data.reading import CONTRADICTED, SetCount, here, iterate_source, to_row
 from tasks.data.sources import train_sources
 from tasks.preflight.model import ModelFacts
 from tasks.preflight.prompts import longest_prompt, prompt_tokens
@@ -28,6 +28,7 @@ from tasks.preflight.prompts import longest_prompt, prompt_tokens
 logger = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
+Found = tuple[int, Problem, Row]  # the row's number first
 NO_COLUMNS: Mapping[str, Any] = {}
 HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
@@ -53,8 +54,6 @@ def data_set(name: str, option: str, columns: Mapping[str, Any] = NO_COLUMNS) ->
         )
     split: Split = "train" if option == "data" else "test"
     rows = first_rows(path, split)
-    if not rows:
-        raise ConfigError(f"{path} has no rows; is it the right file?")
     given = ColumnsConfig.model_validate(columns).layout
     if not columns and set(CHAT.columns) <= rows[0].keys():
         return name
@@ -109,31 +108,13 @@ def data_sets(
         if held_out is None:
             raise ConfigError(f"--data {train} has no held-out set; name one with --eval")
         return parts, SetCount(train)
-    config = ChainConfig.model_validate(
-        {"data": {"train": value, "eval": value}, "model": {"source": "recipe"}}
-    )
-    source, count = here(config, train_sources(config)[0]), SetCount(train)
-    if path.stat().st_size > LARGE_FILE_BYTES:
-        logger.info(
-            "reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size)
-        )
-    found = [
-        (count.read - 1, problem, row) for problem, row in iterate_source(config, source, count)
-    ]
-    too_long = set[int]()
-    if facts is not None and facts.tokenizer is not None and facts.positions:
-        prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
-        if longest_prompt(facts, prompts) > facts.positions - MIN_RESPONSE_TOKENS:
-            too_long = _leave_out_long(facts, prompts, found, count)
-    count.require_usable(
-        MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns."
-    )
+    count = SetCount(train)
+    kept = _usable_rows(path, value, facts, count)
     one = value[0] if isinstance(value, list) else {"set": value}
-    kept = [(problem, row) for number, problem, row in found if number not in too_long]
     if one["set"] in SETS:  # a part must not use the name of the set: accuracy would not compare
-        one, rows = {"set": train}, _solved(problem for problem, _ in kept)
+        one, rows = {"set": train}, _solved(problem for _, problem, _ in kept)
     else:
-        rows = [dict(row) for _, row in kept]
+        rows = [dict(row) for _, _, row in kept]
     written = {"train": rows} if count.refused else {}
     if held_out is None:
         written = _split(train, rows)
@@ -141,6 +122,48 @@ def data_sets(
         file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
+
+
+def _usable_rows(path: Path, value: Any, facts: ModelFacts | None, count: SetCount) -> list[Found]:
+    """The rows of a file that a recipe can use; the others are counted as refused."""
+    data = {"train": value, "eval": value}
+    config = ChainConfig.model_validate({"data": data, "model": {"source": "recipe"}})
+    source = here(config, train_sources(config)[0])
+    if (size := path.stat().st_size) > LARGE_FILE_BYTES:
+        logger.info("reading all of %s (%s); this may take a minute", path, decimal(size))
+    found = [(count.read - 1, *pair) for pair in iterate_source(config, source, count)]
+    found = _without(found, _contradicted(found), CONTRADICTED, count)
+    if facts is not None and facts.tokenizer is not None and facts.positions:
+        prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
+        if longest_prompt(facts, prompts) > facts.positions - MIN_RESPONSE_TOKENS:
+            limit = facts.positions // 2
+            reason = f"a prompt of more than {limit:,} tokens"
+            found = _without(found, _too_long(facts, prompts, found, limit), reason, count)
+    count.require_usable(
+        MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns."
+    )
+    merge_repeats(path, [problem for _, problem, _ in found])  # messages name the user's file
+    return found
+
+
+def _without(
+    found: Sequence[Found], numbers: Set[int], reason: str, count: SetCount
+) -> list[Found]:
+    """The other rows; those with these numbers are counted as refused."""
+    for number, _, row in found:
+        if number in numbers:
+            count.refuse(number, reason, row)
+    return [one for one in found if one[0] not in numbers]
+
+
+def _contradicted(found: Sequence[Found]) -> set[int]:
+    """The numbers of rows with the same problem and different gold answers."""
+    by_problem: dict[str, list[tuple[int, str]]] = {}
+    for number, problem, _ in found:
+        key = json.dumps(problem.messages or problem.text)
+        by_problem.setdefault(key, []).append((number, problem.gold))
+    unequal = (same for same in by_problem.values() if len({gold for _, gold in same}) > 1)
+    return {number for same in unequal for number, _ in same}
 
 
 def _split(name: str, rows: Rows) -> dict[str, Rows]:
@@ -159,23 +182,16 @@ def _solved(problems: Iterable[Problem]) -> Rows:
     ]
 
 
-def _leave_out_long(
-    facts: ModelFacts,
-    prompts: Sequence[Any],
-    found: Sequence[tuple[int, Problem, Row]],
-    count: SetCount,
+def _too_long(
+    facts: ModelFacts, prompts: Sequence[Any], found: Sequence[Found], limit: int
 ) -> set[int]:
-    """Rows whose prompts exceed half of the model's positions; also counted as refused."""
-    limit, too_long = (facts.positions or 0) // 2, set[int]()
+    """The numbers of rows whose prompts have more tokens than the limit."""
     logger.info("a prompt is too long for the model: counting the tokens of all %d", len(prompts))
+    too_long = set[int]()
     for at in range(0, len(prompts), BATCH_PROMPTS):
         tokens = prompt_tokens(facts, prompts[at : at + BATCH_PROMPTS])
-        for (number, _, row), num_tokens in zip(
-            found[at : at + BATCH_PROMPTS], tokens, strict=True
-        ):
-            if num_tokens > limit:
-                count.refuse(number, f"a prompt of more than {limit:,} tokens", row)
-                too_long.add(number)
+        rows = found[at : at + BATCH_PROMPTS]
+        too_long |= {row[0] for row, num in zip(rows, tokens, strict=True) if num > limit}
     return too_long
 
 

@@ -176,7 +176,7 @@ def test_columns_are_guessed_or_given(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is not problem=NAME"):
         parse_columns("question=a")
     Path("header.csv").write_text("question,answer\n")
-    with pytest.raises(ConfigError, match=r"header\.csv has no rows"):
+    with pytest.raises(ProblemsError, match=r"header\.csv has no rows"):
         data_set("header.csv", "data")
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert data_set("y.csv", "data")[0]["columns"] == {"problem": "Prompt", "answer": "label"}
@@ -246,6 +246,20 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
         DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"
     ):
         written("none", "none.csv")
+
+
+def test_contradicting_rows_are_left_out_by_their_number(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": f"What is {n} + 2?", "answer": n + 2} for n in range(40)]
+    rows[30]["question"] = rows[8]["question"]
+    Path("two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert statuses(written("t", "two.jsonl")) == {OK}
+    assert "two.jsonl: left out of the recipe's files: 2 of 40 rows" in caplog.text
+    assert "that other rows answer otherwise; row 8: " in caplog.text
+    Path("id.jsonl").write_text("".join(json.dumps({**row, "id": 1}) + "\n" for row in rows))
+    with pytest.raises(ProblemsError, match=r"^id\.jsonl: 1 ids are used for several problems"):
+        written("i", "id.jsonl", columns={"id": "id"})
 
 
 def test_existing_files_are_not_overwritten(folder: Path) -> None:
