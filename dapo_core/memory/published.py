@@ -14,6 +14,18 @@ _FIELDS = (
     "tie_word_embeddings",
 )
 
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
 
 def _qwen3(*values: int) -> dict[str, Any]:
     return {**_QWEN3, **dict(zip(_FIELDS, values, strict=True))}
@@ -55,6 +67,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-14B": _qwen25(152064, 8, 5120, 13824, 48, 40, False),
     "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
     "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
+    "SmolLM2-135M": _SMOLLM2,
     "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # the language model alone
 }
 

@@ -75,7 +75,7 @@ def test_a_missing_tokenizer_or_chat_template_is_refused(tmp_path: Path) -> None
         load_tokenizer(tmp_path / "plain")
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"
+        ModelError, match=r"(?s)empty has no readable tokenizer: .*correct its files"
     ):
         load_tokenizer(tmp_path / "empty")
 

@@ -187,7 +187,7 @@ def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) 
     config = load_config_or_defaults(path)
     [item] = load_sets(config, str(own))[""].items
     assert (item.gold, item.prompt[0]["content"]) == ("2", "Add.")
-    with pytest.raises(ProblemsError, match="lacks the columns"):
+    with pytest.raises(ProblemsError, match=r"columns asked, value.*data\.columns\.problem"):
         load_sets(config, str(other))
 
 

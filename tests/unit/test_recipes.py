@@ -14,6 +14,7 @@ import yaml
 from dapo_core.config.derived import derive
 from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
+from dapo_core.machine import device
 from dapo_core.memory.devices import GIB
 from downloads import Unreachable
 from eval.problems.registry import SETS
@@ -70,8 +71,9 @@ def test_a_recipe_is_named_after_its_file_and_its_files_exist(path: Path) -> Non
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(
-    path: Path, tmp_path: Path
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
     is_written_by_init = path.stem == "own_cpu"
     overrides = (
         [f"model.path={build_tiny(tmp_path / 'small', 'llama')}"] if is_written_by_init else []
