@@ -93,7 +93,7 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
     if cut and (is_tiny or backend == "own"):
         recipe.values["sampler.max_staleness"] = 0
         recipe.comments["sampler.max_staleness"] = (
-            f"{account.trainer} samples nothing ahead, and {' and '.join(cut)} requires it here"
+            f"{account.trainer} samples nothing ahead; required here with {' and '.join(cut)}"
         )
     if is_tiny:
         return tiny_of(recipe)
