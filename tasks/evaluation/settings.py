@@ -16,9 +16,11 @@ from dapo_core.reward.scorers import SCORERS, scorer_hint
 from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.endpoint import Sampling
+from eval.problems.columns import Layout
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
+from eval.problems.rows import PREPARED
 from eval.problems.sources import default_cache
 from eval.requests.dispatch import Limits
 from eval.requests.recorder import Benchmark
@@ -90,9 +92,13 @@ def load_sets(
 
 def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
     """The file as a set of data.eval, with the recipe's columns; None if the file lacks them."""
+    columns = columns_of(path) if path.exists() else []
+    if set(PREPARED.columns).issubset(columns):
+        return None
     for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
-        names = set(one.columns.layout.columns if one.columns else ())
-        if names and path.exists() and names.issubset(columns_of(path)):
+        layout = one.columns.layout if one.columns else Layout()
+        names = {name if name in columns else name.partition(".")[0] for name in layout.columns}
+        if layout.names_columns and columns and names.issubset(columns):
             return one.model_copy(update={"set": str(path), "path": None})
     return None
 

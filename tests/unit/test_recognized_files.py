@@ -19,6 +19,7 @@ from eval.problems.registry import load_set, recognize
 from flows.config import load_config_or_defaults
 from tasks.data.prepare import build_dataset
 from tasks.data.sources import all_sources
+from tasks.evaluation.settings import load_sets
 from tasks.preflight.finding import FAIL, WARN, Finding, Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.prompts import check_columns, check_golds, check_overlap
@@ -141,6 +142,15 @@ def test_answers_that_do_not_tell_the_option_are_refused(
         load_set(path)
     known = recognize(path, given=Layout(answer_as="text"))
     assert known.grader == ("choice" if answers[0] == "3" else "mathematics")
+
+
+def test_the_reading_of_answers_can_be_set_alone(tmp_path: Path) -> None:
+    rows = [{"q": {"stem": "?"}, "choices": ["1", "2", "3"], "answer": "2"}]
+    path = written(tmp_path / "my.jsonl", rows)
+    for meaning, gold in (("index", "C"), ("text", "B")):
+        columns = f"data.columns={{problem: q.stem, answer_as: {meaning}}}"
+        config = load_config_or_defaults(None, [columns])
+        assert load_sets(config, str(path))[""].items[0].gold == gold
 
 
 def test_an_answer_beside_the_options_makes_only_its_row_unusable(tmp_path: Path) -> None:
