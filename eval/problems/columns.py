@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eval.answers.extraction import extract_boxed
 from eval.problems import ProblemsError
@@ -57,6 +57,7 @@ _ONE_OPTION = re.compile(
     r"(|options?|choices?|candidate|ending|answer|opt?|sol|选项)[\s_.-]*([A-J]|\d)[).]?",
     re.IGNORECASE,
 )
+_DETAILS = ("id", "subject", "level", "data_source")
 _RUNS = ("ABCDEFGHIJ", "0123456789", "123456789")
 
 
@@ -124,8 +125,9 @@ def complete(path: Path, rows: Sequence[Row], given: Layout) -> Layout:
         layout = replace(layout, options=found.options(layout.columns))
     if layout.answer is None:
         layout = found.with_answer(layout)
-    if layout.answer is None and not given.problem and (chat := found.answered_chat()):
-        layout = replace(layout, problem=(), messages=chat)
+    if layout.answer is None and not given.problem:
+        chat = next(filter(found.is_answered, found.outer), None)
+        layout = layout if chat is None else replace(layout, problem=(), messages=chat)
     has_problem = bool(layout.problem or layout.messages)
     if not has_problem or (layout.answer is None and not found.is_answered(layout.messages)):
         missing = "answer" if has_problem else "problem"
@@ -207,22 +209,16 @@ class _Named:
             is_run = len(names) > 1 and any(one.startswith(labels) for one in _RUNS)
             if not is_run or (prefix in ("", "answer") and not labels.isalpha()):
                 continue
+            answers = self.likely(_ANSWERS, names)
             is_certain = prefix != "" or names[0].isupper()  # a and b may be numbers
-            if is_certain or any(
-                self.has_answers(tuple(names), name) for name in self.answers(names)
-            ):
+            if is_certain or any(self.has_answers(tuple(names), name) for name in answers):
                 return tuple(names)
         return ()
 
-    def answers(self, taken: Sequence[str] = ()) -> list[str]:
-        """Return the free columns that may hold the answer, the likeliest first."""
-        return list(self.likely(_ANSWERS, taken))
-
     def with_answer(self, layout: Layout) -> Layout:
         """Add the likeliest answer; with options, the likeliest that names one of them."""
-        likely = self.answers(layout.columns)
-        if layout.options:
-            options = layout.options
+        likely, options = list(self.likely(_ANSWERS, layout.columns)), layout.options
+        if options:
             likely.sort(key=lambda name: not self.has_answers(options, name))
         return replace(layout, answer=next(iter(likely), None))
 
@@ -230,10 +226,6 @@ class _Named:
         """True if most values of the answer name one of the options."""
         pairs = list(answered(self.rows, Layout(options=options, answer=answer)))
         return sum(bool(readings(*pair)) for pair in pairs) > len(pairs) / 2
-
-    def answered_chat(self) -> str | None:
-        """Return the first column with chats that end with a message of an assistant."""
-        return next(filter(self.is_answered, self.outer), None)
 
     def is_answered(self, messages: str | None) -> bool:
         """True if the chats end with a message of an assistant."""
@@ -256,7 +248,7 @@ def schema_of(layout: Layout, columns: Sequence[str], has_usual_details: bool) -
         answer = value_at(row, layout.answer) if layout.answer else answer
         details: Row = row
         if not has_usual_details:
-            named = {name: getattr(layout, name) for name in DETAILS}
+            named = {name: getattr(layout, name) for name in _DETAILS}
             details = {name: value_at(row, column) for name, column in named.items() if column}
         elif layout.options:
             details = {**row, "data_source": None}  # the options need the scorer `choice`
@@ -338,27 +330,25 @@ def final_answer(text: str) -> str:
     return (extract_boxed(text) or text).strip()
 
 
-def unused_besides(rows: Sequence[Row], used: Sequence[str], answer: str | None) -> Unused:
+def unused_besides(
+    rows: Sequence[Row], used: Sequence[str], answer: str | None = None, has_options: bool = False
+) -> tuple[list[str], list[str]]:
     """Return the columns that are not used, and those of them that may be parts of the problem.
 
-    Their names suggest that, or they hold options that the answers name.
+    Their names suggest that, or they hold options that the answers name, unless it `has_options`.
     """
     named, outer = _Named(rows), {name.partition(".")[0] for name in used}
     free = [name for name in named.outer if name.strip() and name not in outer]
     names = [name for name in free if named.first(name) is not None]
     texts = [name for name in names if named.chat(name) is None]
-    options = {*named.options(tuple(outer))}
-    options |= {name for name in texts if answer and named.has_answers((name,), answer)}
-    words = [name for name in texts if _word(name) in _PARTS or _WRONG.match(_word(name))]
-    parts = [name for name in texts if name in words or name in options]
-    return Unused(tuple(names), tuple(parts))
-
-
-class Unused(NamedTuple):
-    """Columns that are not used."""
-
-    names: tuple[str, ...]
-    parts: tuple[str, ...]  # those that may be parts of the problem
+    parts = {name for name in texts if _word(name) in _PARTS or _WRONG.match(_word(name))}
+    options = {*named.options(tuple(outer)), *(name for name in texts if _word(name) in _OPTIONS)}
+    if has_options:
+        parts -= options
+    else:
+        parts |= options
+        parts |= {name for name in texts if answer and named.has_answers((name,), answer)}
+    return names, [name for name in texts if name in parts]
 
 
 def _word(name: str) -> str:
@@ -369,6 +359,3 @@ def _word(name: str) -> str:
 def _label(name: str) -> str:
     match = _ONE_OPTION.fullmatch(name)
     return match[2].upper() if match else name
-
-
-DETAILS = ("id", "subject", "level", "data_source")

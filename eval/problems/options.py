@@ -23,7 +23,7 @@ MEANINGS: dict[AnswerAs, str] = {
 }
 NUM_DECIDING = 100_000  # rows
 MIN_FITTING = 0.9  # of the answers; the rows of the others are unusable
-_TEXT_KEYS, _LABEL_KEYS = ("text", "content", "value", "option"), ("label", "key", "id", "letter")
+_TEXT_KEYS, _LABEL_KEYS = ("text", "value", "option", "content"), ("label", "key", "id", "letter")
 _LABELS = [  # `A)`, `(A)`, `A.`, ...; `a)`, ...
     [re.compile(rf"(?:^|(?<=[\s,;]))[(\[]?{letter}\s?[)\].:．、]\s*") for letter in letters]
     for letters in (LETTERS, LETTERS.lower())
@@ -49,9 +49,7 @@ def options_in(values: Mapping[str, Any]) -> Options:
     elif isinstance(found, Mapping):
         pairs = list(found.items())
     elif isinstance(found, list) and all(isinstance(one, Mapping) for one in found):
-        pairs = [
-            (_first(one, _LABEL_KEYS), _first(one, ("text", *_TEXT_KEYS[2:]))) for one in found
-        ]
+        pairs = [(_first(one, _LABEL_KEYS), _first(one, _TEXT_KEYS)) for one in found]
     elif isinstance(found, list | str):
         pairs = _labelled(found)
     else:

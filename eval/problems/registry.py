@@ -16,7 +16,6 @@ from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.columns import (
     Layout,
-    Unused,
     answered,
     complete,
     schema_of,
@@ -132,7 +131,7 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
     for known in SETS.values():
         is_common = known.name == CHOICE.name or any(schema.is_common for schema in known.schemas)
         found = [] if is_common else read_as(path, rows, known)
-        if _is_unmistakable(found) and not unused_besides(rows, tuple(found[0][0]), None).parts:
+        if _is_unmistakable(found) and not unused_besides(rows, tuple(found[0][0]))[1]:
             return known
     return None
 
@@ -169,8 +168,11 @@ def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) 
         used, answer = (*layout.columns, *schema.others), layout.answer
         known = replace(OWN, schemas=(schema,), reading=layout.describe())
     _require_text(path, rows, known)
-    unused = unused_besides(rows, used, answer)
-    known = _with_doubt(path, rows, _as_choice(path, split, known), unused)
+    names, parts = unused_besides(rows, used, answer, given.options is not None)
+    if names:
+        known = replace(known, reading=f"{known.reading}; not used: {', '.join(names)}")
+    known = _as_choice(path, split, known)
+    known = replace(known, doubt=_doubt(path, rows, known, parts))
     is_plain = {*rows[0]} == {"problem", "answer"} or known.reading == OWN_READING
     if not given.names_columns and not is_plain:
         log_once(logger.info, f"{path}: {known.reading}")
@@ -179,21 +181,18 @@ def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) 
     return known
 
 
-def _with_doubt(path: Path, rows: Sequence[Row], known: ProblemSet, unused: Unused) -> ProblemSet:
-    """Add the unused columns, and the doubt that one of them belongs to the problem."""
+def _doubt(path: Path, rows: Sequence[Row], known: ProblemSet, unused: Sequence[str]) -> str:
+    """Return what seems to be missing in the problems, if anything."""
+    if unused:
+        return (
+            f"{', '.join(unused)} may belong to the problem, but is not used "
+            "(data.columns.problem, data.columns.options or data.columns.system would use it)"
+        )
     problems = [one for *_, one in problems_of(path, rows, known.schemas)]
     texts = [one.text for one in problems if isinstance(one, Problem)]
-    doubt = ""
-    if unused.parts:
-        names = ", ".join(unused.parts)
-        doubt = (
-            f"{names} may belong to the problem, but is not used (data.columns.problem, "
-            "data.columns.options or data.columns.system would use it)"
-        )
-    elif known.grader == CHOICE.grader and not any(map(lists_options, texts)):
-        doubt = "the answers are letters of options, but the problems list none"
-    reading = known.reading + (f"; not used: {', '.join(unused.names)}" if unused.names else "")
-    return replace(known, reading=reading, doubt=doubt)
+    if known.grader == CHOICE.grader and not any(map(lists_options, texts)):
+        return "the answers are letters of options, but the problems list none"
+    return ""
 
 
 def first_rows(path: Path, split: Split) -> list[Row]:

@@ -425,7 +425,8 @@ def test_options_that_cannot_be_read_are_refused_by_row(tmp_path: Path) -> None:
         ProblemsError, match=r"3 with 11 .*data\.columns\.options=\[\].*\(rows 0, 1"
     ):
         load_set(path)
-    assert recognize(path, given=Layout(options=())).grader == "mathematics"
+    without = recognize(path, given=Layout(options=()))
+    assert (without.grader, without.doubt) == ("mathematics", "")
 
 
 def test_ids_stay_those_of_the_file(tmp_path: Path) -> None:
