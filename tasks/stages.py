@@ -136,6 +136,7 @@ EVALUATE_MODEL = Stage(
         *ASKING,
         "tasks/serve_model/command.py",
         "dapo_core/machine/device.py",
+        "dapo_core/machine/environment.py",
         "dapo_core/machine/ports.py",
         "dapo_core/engines/vllm_command.py",
     ),

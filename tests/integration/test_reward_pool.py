@@ -201,7 +201,7 @@ def test_built_in_rules_use_a_process_only_if_they_could_hang(make: Make) -> Non
         "exact": Score(1.0, "right", "1,900", 1.0),
     }
     pool.submit("choice", request("<think>" + "x" * 900 + "</think>\\boxed{A}", "A", "cflue"))
-    pool.submit("bad truth", request("\\boxed{A}", "H", "cflue"))
+    pool.submit("bad truth", request("\\boxed{A}", "Z", "cflue"))
     pool.submit("geo3k", request("<think>x</think>\\boxed{3}", "3", "hiyouga/geometry3k"))
     pool.submit("exact", request("\\boxed{\\frac{19}{2}}", "9.5", "math"))
     scores = drain(pool)
