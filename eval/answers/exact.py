@@ -12,7 +12,7 @@ Design choices (each has rows in tests/answers/pairs.tsv):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -35,12 +35,13 @@ from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference, substituted, variables
 from eval.answers.structure import (
+    read,
     read_answer,
     read_as_list,
     read_date,
     read_ungrouped,
 )
-from eval.answers.units import NUMBER_WORDS, is_unit_conflict, quantities
+from eval.answers.units import NUMBER_WORDS, digits, is_unit_conflict, quantities
 
 MAX_LISTED = 200
 
@@ -59,15 +60,27 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
         return True
+    return any(same(*others) for others in _other_readings(plain, answers))
+
+
+def _other_readings(
+    plain: tuple[str, str], answers: tuple[Answer, Answer]
+) -> Iterator[tuple[Answer, Answer]]:
+    """Yield lists joined by "or", `five apples` as 5, `(A) 5` as 5, and `120,240` as a list."""
     if any('"or"' in text for text in plain):
-        lists = [read_as_list(text) for text in plain]
-        if all(isinstance(one, Listing) for one in lists) and same(*lists):
-            return True
-    labelled = _LABELLED.fullmatch(plain[0].replace('"', " ").strip())
-    if labelled and same(read_answer(labelled.group(1)), answers[1]):
-        return True
-    is_list = any(isinstance(answer, Listing) for answer in answers)
-    return is_list and all("," in text for text in plain) and same(*map(read_ungrouped, plain))
+        lists = read_as_list(plain[0]), read_as_list(plain[1])
+        if all(isinstance(one, Listing) for one in lists):
+            yield lists
+    first, second = (digits(text.replace('"', "")) for text in plain)
+    if first is not None and second is None:
+        yield read(first), answers[1]
+    if second is not None and first is None:
+        yield answers[0], read(second)
+    if labelled := _LABELLED.fullmatch(plain[0].replace('"', " ").strip()):
+        yield read_answer(labelled.group(1)), answers[1]
+    has_list = any(isinstance(answer, Listing) for answer in answers)
+    if has_list and all("," in text for text in plain):
+        yield read_ungrouped(plain[0]), read_ungrouped(plain[1])
 
 
 def compact(plain: str) -> str:

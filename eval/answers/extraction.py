@@ -200,6 +200,8 @@ def _cued(text: str) -> Found:
         line = rest.split("\n\n", 1)[0]
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
     answers = [reading for reading in _readings(sentence) if reading]
+    if re.fullmatch(r"\W*[A-J]", sentence):
+        answers.append(line.strip())  # "C. 12"
     return Found(tuple(dict.fromkeys(answers)), (), (), _looks_cut(text, cue.end() + len(line)))
 
 
@@ -233,7 +235,8 @@ def _unwrap(line: str) -> str | None:
 
 def _readings(sentence: str) -> list[str | None]:
     """Return the possible answers in a sentence ("The largest $n$ is 34."), likeliest first."""
-    stated = _stated(_REASON.sub("", sentence))
+    sentence = _REASON.sub("", sentence) or sentence
+    stated = _stated(sentence)
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
     formula = _only_maths(sentence)

@@ -93,11 +93,16 @@ _MEANINGFUL = frozenset(
     + [word for word in [*NUMBER_WORDS, *_MAGNITUDES] if word not in ("one", "dozen")]
 )
 # or follows it directly.
-_MEANINGFUL_FIRST = re.compile(
-    """to|all|any|with|squared|cubed|factorial
-    |(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?""",
-    re.VERBOSE,
-)
+_MEANINGFUL_FIRST = frozenset("to all any with squared cubed factorial".split())
+_PARTS = {
+    "half": 2,
+    "third": 3,
+    "quarter": 4,
+    **dict(zip("fourth fifth sixth seventh eighth ninth tenth".split(), range(4, 11), strict=True)),
+    "hundredth": 100,
+    "thousandth": 1000,
+}
+_PARTS |= {"halves": 2} | {f"{word}s": parts for word, parts in _PARTS.items()}
 _WRITTEN = sorted((word for word in [*_CANONICAL, *_RATES] if word.isascii()), key=len)[::-1]
 # Units written without \text; single letters are variables.
 _PLAIN_UNIT = re.compile(
@@ -162,8 +167,23 @@ def _is_meaningful(words: list[str]) -> bool:
     return bool(
         _MEANINGFUL & set(words)
         or any(word.isdigit() for word in words)
-        or (words and _MEANINGFUL_FIRST.fullmatch(words[0]))
+        or (words and (words[0] in _MEANINGFUL_FIRST or words[0] in _PARTS))
     )
+
+
+def digits(text: str) -> str | None:
+    """Return `five apples` as `5 "apples"` and `two thirds` as `2/3`; None without a number."""
+    words = text.lower().replace("-", " ").split()
+    if words and words[0] in ("a", "an", "half"):
+        rest = words[1:] if words[0] != "half" else words
+        words = ["one", *rest] if rest and rest[0] in (*_PARTS, "dozen") else rest[:0]
+    length = next((length for length in (2, 1) if " ".join(words[:length]) in NUMBER_WORDS), 0)
+    if not length:
+        return None
+    value, words = str(NUMBER_WORDS[" ".join(words[:length])]), words[length:]
+    if words and words[0] in _PARTS:
+        value += f"/{_PARTS[words.pop(0)]}"
+    return f'{value} "{" ".join(words)}"' if words else value
 
 
 _QUANTITIES = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[A-Za-z]{2,}(?:[\s,.]+(?:and\s+)?|$)){2,}")

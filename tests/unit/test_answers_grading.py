@@ -213,6 +213,9 @@ def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
     [
         ("Answer: 7", "stop", "right", "7"),
         ("Answer: 8", "stop", "wrong", "7"),
+        ("Answer: C. 7", "stop", "right", "7"),  # an option with its text
+        ("Answer: C. 7", "stop", "right", r"\text{(C)}"),
+        ("Answer: C. 8", "stop", "wrong", "7"),
         ("seven, I think", "stop", "no_answer", "7"),
         ("Answer: 7\nbut let me check", "length", "truncated", "7"),
         (r"\boxed{7}", "length", "truncated", "7"),
