@@ -346,11 +346,13 @@ def test_a_resumed_response_does_not_repeat_its_random_numbers(engine, model_pat
     requests = make_requests(8)
     whole = run(engine, requests)
     halves = {name: response.response_ids[:8] for name, response in whole.items()}
-    assert min(map(len, halves.values())) == 8
+    halves = {name: half for name, half in halves.items() if len(half) == 8}  # not ended by chance
+    assert len(halves) >= 4
     log_probs = np.full(8, -1, np.float32)
     resumed = [
         replace(each, response_ids=halves[each.request_id], rollout_log_probs=log_probs)
         for each in requests
+        if each.request_id in halves
     ]
     first, second = run(engine, resumed), run(engine, resumed)
     assert tokens_of(first) == tokens_of(second)  # the seed decides
