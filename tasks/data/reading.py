@@ -17,7 +17,7 @@ from dapo_core.reward.routing import routes, scorer_name
 from eval.problems import ProblemsError
 from eval.problems.files import iterate_problems
 from eval.problems.items import Problem
-from eval.problems.rows import Row, Unusable, read_chat
+from eval.problems.rows import QUESTION, Row, Unusable, read_chat
 from tasks.config import ChainConfig
 from tasks.data.sources import Source, eval_sources, train_sources
 
@@ -141,8 +141,8 @@ def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
     if source.is_one_of_several:
         info |= {name: str(info[name]) for name in DETAILS & info.keys() if info[name] is not None}
     details = {"index": problem.id, "subject": problem.subject, "level": problem.level}
-    if not info:
-        info = {name: value for name, value in details.items() if value is not None}
+    if not info or QUESTION in info:
+        info |= {name: value for name, value in details.items() if value is not None}
     elif not info.keys() & {"index", "unique_id", "id", "idx"}:
         info["index"] = problem.id
     return {

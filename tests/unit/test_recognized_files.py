@@ -113,6 +113,27 @@ def test_options_are_in_the_prompt_and_their_letter_is_the_gold_answer(
         assert item.gold == TEXTS["ABC".index(gold)]
 
 
+def test_prepared_options_are_evaluated_like_the_file_itself(tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"{n}?",
+            "choices": TEXTS,
+            "answer": n % 3,
+            "subject": "ab"[n % 2],
+            "id": f"i{n}",
+        }
+        for n in range(6)
+    ]
+    path = written(tmp_path / "my.jsonl", rows)
+    config = recipe(path, path, "data.contamination=warn")
+    (folder := tmp_path / "data").mkdir()
+    build_dataset(config, folder)
+    for mode in ("generate", "loglikelihood"):
+        expected = load_set(path, mode=mode)
+        assert load_set(folder / "eval.parquet", mode=mode) == expected
+        assert {item.subject for item in expected.items} == {"a", "b"}
+
+
 def test_options_with_a_chat_or_listed_in_the_question_are_shown_once(tmp_path: Path) -> None:
     chat = {"prompt": [{"role": "user", "content": "Which?"}], "choices": TEXTS, "answer": 1}
     assert asked(tmp_path / "chat.jsonl", [chat]) == (ABC, "B", "choice")
