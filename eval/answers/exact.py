@@ -4,6 +4,7 @@ Design choices (each has rows in tests/answers/pairs.tsv):
 - a value may be written in any exact form, but not rounded: 0.5 is 1/2, 0.33 is not 1/3;
 - lists, sets and unions are unordered; points, vectors and intervals are ordered;
 - a unit, name or degree sign may be missing, but two must agree; 50 % is 50 or 0.5;
+- named values are compared by name, equations as relations; 2x = 6 is not its solution x = 3;
 - the prediction may omit a number's base, since the question states it;
 - an ISO date is not arithmetic and equals only the same day: 2024-01-02 is 2024/01/02, not 2021;
 - a list must have exactly as many answers as the gold one.

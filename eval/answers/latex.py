@@ -128,6 +128,7 @@ FUNCTIONS = frozenset(
     """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh ln log lg exp max min gcd
     lcm det sgn""".split()
 )
+_WRITTEN_FUNCTIONS = FUNCTIONS - {"min", "sec"}  # in \text, these are minutes and seconds
 _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
@@ -140,8 +141,6 @@ _SYSTEM = re.compile(
 _LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]*\])?(?![A-Za-z])")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}%$!,;|])")
 _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
-
-
 _RAISED = re.compile(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+")
 _LOWERED = re.compile(f"[{''.join(map(chr, _SUBSCRIPTS))}]+")
 _FULL_WIDTH = re.compile("[\uff00-\uffef\u3000]")
@@ -201,7 +200,7 @@ def clean(text: str) -> str:
     if "\\choose" in text:
         text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _words(_apply(_PLAIN_SYMBOLS, _commands(_apply(_SYMBOLS, text))))
-    for written, plain in (("<=", "≤"), (">=", "≥"), ("!=", "≠"), ("**", "^"), ("\n", " ")):
+    for written, plain in (("<=", "≤"), (">=", "≥"), ("!=", "≠"), ("\n", " ")):
         text = text.replace(written, plain)
     return _trim(text)
 
@@ -329,7 +328,7 @@ def _styled(name: str, inner: str) -> str:
         if word in FUNCTIONS:
             return f"\\{word} "
         return word if len(word) < 2 or not re.fullmatch(r"[A-Za-z. /]+", word) else _quoted(word)
-    if inner.strip().lower() in FUNCTIONS - {"min", "sec"}:
+    if inner.strip().lower() in _WRITTEN_FUNCTIONS:
         return f"\\{inner.strip().lower()} "
     return _quoted(_commands(inner))
 

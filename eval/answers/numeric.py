@@ -143,6 +143,9 @@ def sign_of_difference(left: Node, right: Node) -> int | None:
     """Return the sign of left - right; None unless both are real numbers."""
     if left == right or (left[0] != "inf" and right[0] != "inf" and is_same_value(left, right)):
         return 0
+    exact = exact_value(left), exact_value(right)
+    if exact[0] is not None and exact[1] is not None:
+        return 1 if exact[0] > exact[1] else -1
     infinite = [_infinite_sign(node) for node in (left, right)]
     if infinite[0] or infinite[1]:
         difference = infinite[0] - infinite[1]

@@ -280,7 +280,7 @@ def _named(name: str, value: Answer) -> Answer:
     name = re.sub(r"\s|m?\\angle(?![a-z])|\\over(?:line|rightarrow)", "", name)
     name = re.sub(r"(?<=_)\{(\w+)\}|^[|{]+([A-Z]{2,})[|}]+$", r"\1\2", name)
     names = tuple(name[1:-1].split(","))
-    if isinstance(value, Point) and name[0] == "(" and len(names) == len(value.items):
+    if isinstance(value, Point) and name[:1] == "(" and len(names) == len(value.items):
         return Point("=", "=", value.items, names)
     return Named(name, value)
 
