@@ -40,7 +40,6 @@ from eval.answers.structure import (
     read_answer,
     read_as_list,
     read_date,
-    read_ungrouped,
 )
 from eval.answers.units import NUMBER_WORDS, digits, is_unit_conflict, quantities
 
@@ -72,7 +71,7 @@ def _other_readings(
         lists = read_as_list(plain[0]), read_as_list(plain[1])
         if all(isinstance(one, Listing) for one in lists):
             yield lists
-    first, second = (digits(text.replace('"', "")) for text in plain)
+    first, second = (digits(text.replace('"', "").lstrip()) for text in plain)
     if first is not None and second is None:
         yield read(first), answers[1]
     if second is not None and first is None:
@@ -81,7 +80,7 @@ def _other_readings(
         yield read_answer(labelled.group(1)), answers[1]
     has_list = any(isinstance(answer, Listing) for answer in answers)
     if has_list and all("," in text for text in plain):
-        yield read_ungrouped(plain[0]), read_ungrouped(plain[1])
+        yield read(plain[0]), read(plain[1])
 
 
 def compact(plain: str) -> str:
@@ -388,7 +387,8 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     is 4:30 p.m., but 4:30 is not.
     """
     times = [
-        _read_time(re.sub(r'^[^=]*=|[\s"]', "", plain.lower())) for plain in (prediction, gold)
+        _read_time(re.sub(r'[\s"]', "", plain.lower().rpartition("=")[2]))
+        for plain in (prediction, gold)
     ]
     if times[0] is None or times[1] is None:
         return None

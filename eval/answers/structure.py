@@ -90,19 +90,13 @@ def read_answer(text: str) -> Answer:
     return read(plain)
 
 
-@lru_cache(maxsize=1024)
-def read_ungrouped(text: str) -> Answer:
-    """Parse an answer in which every comma separates: `120,240` is two numbers."""
-    return read(clean(text))
-
-
 def read_as_list(plain: str) -> Answer:
     """Parse plain notation in which "or" separates like a comma: `(1,2) or (3,4)` is two points."""
     return read(_JOINED_TEXT.sub(",", plain))
 
 
 def read(plain: str, nesting: int = 0) -> Answer:
-    """Parse plain notation."""
+    """Parse plain notation, in which every comma separates: `120,240` is two numbers."""
     plain = without_outer_braces(_REMARKS.sub("", plain).strip())
     if some_reals := _EXCEPT.fullmatch(plain):
         plain = f"ℝ∖⦃{some_reals.group(1)}⦄"
@@ -217,8 +211,10 @@ def read_one(text: str, nesting: int) -> Answer:
         return Listing((), is_set=True)
     if _ALL_REALS.fullmatch(text):
         return Region(REALS)
-    if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
-        inner = re.sub(r"(?i)\b(and|or)\b", ",", text.strip('() "'))
+    if quoted := re.fullmatch(r'\(?\s*"([^"]*)"\s*\)?', text):
+        inner = re.sub(r"(?i)\b(and|or)\b", ",", quoted.group(1).strip())
+        if inner[:1] == "(" and _closing(inner, 0) == len(inner) - 1:
+            inner = inner[1:-1]
         inner = re.sub(r"(?i)^(?:the )?(?:final )?answer is:? ", "", inner)
         if inner.lower() in NUMBER_WORDS:
             return _read_value(str(NUMBER_WORDS[inner.lower()]))

@@ -173,7 +173,7 @@ def _is_meaningful(words: list[str]) -> bool:
 
 def digits(text: str) -> str | None:
     """Return `five apples` as `5 "apples"` and `two thirds` as `2/3`; None without a number."""
-    words = text.lower().replace("-", " ").split()
+    words = text.lower().replace("-", " ").split() if text[:1].isalpha() else []
     if words and words[0] in ("a", "an", "half"):
         rest = words[1:] if words[0] != "half" else words
         words = ["one", *rest] if rest and rest[0] in (*_PARTS, "dozen") else rest[:0]
@@ -191,7 +191,7 @@ _QUANTITIES = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[A-Za-z]{2,}(?:[\s,.]+(?:and\s+
 
 def quantities(plain: str) -> list[tuple[Fraction, str | None]]:
     """Return the parts of `2 hours and 30 minutes`, in canonical units, or an empty list."""
-    text = plain.replace('"', " ")
+    text = plain.replace('"', " ") if plain[:1].isdigit() else ""
     if not _QUANTITIES.fullmatch(text):
         return []
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
