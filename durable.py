@@ -23,6 +23,7 @@ from typing import IO, Any
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0  # `is_locked` in another process briefly holds the lock
 REMIND_SECONDS = 60.0  # first repeat of the log line while waiting; then the interval doubles
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 TAIL_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -244,6 +245,12 @@ def parse_json(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return json.loads(text)  # accepts NaN and lone surrogates; raises a clearer error
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """True for a file that Git LFS left in place of its content."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import ModelError, counted
+from durable import is_lfs_pointer
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -51,7 +52,6 @@ _OTHER_FORMS = {
     "*.distcp": "it contains the shards of a checkpoint: merge them with dapo merge",
     INDEX_FILE: "it contains only the index of its weights: fetch the files that it lists",
 }
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
@@ -87,18 +87,13 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
             f"Face folder{hint}"
         )
     require_own_files(folder)
-    pointers = [path.name for path in sorted(folder.glob("*")) if _is_lfs_pointer(path)]
+    files = [path for path in sorted(folder.glob("*")) if path.is_file()]
+    pointers = [path.name for path in files if is_lfs_pointer(path)]
     if pointers:
         raise ModelError(
             f"{folder} has {counted(len(pointers), 'Git LFS pointer')} instead of files, such as "
             f"{pointers[0]}; run `git lfs pull` there, or fetch the model with model.source"
         )
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size > 1024:
-        return False
-    return path.read_bytes().startswith(_LFS_POINTER)
 
 
 def require_reference(path: str | None, model_path: Path | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from durable import is_lfs_pointer
 from eval.problems import ProblemsError
 from eval.problems.prompts import read_utf8
 from eval.problems.rows import Row
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1000
 CHUNK_CHARACTERS = 1024**2
 MAX_TOKEN_CHARACTERS = 16  # of JSON, besides strings: a chunk may end within one
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
 _ROW_LISTS = ("data", "rows", "examples", "instances")  # {"data": [...rows...]}
 _DELIMITERS = ",;\t|"
@@ -37,12 +37,11 @@ def rows_in(file: Path, choose: ChooseColumns) -> Iterator[Row]:
 
     suffix = file.suffix.lower()
     try:
-        with file.open("rb") as content:
-            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ProblemsError(
-                    f"{file} is a Git LFS pointer, not the rows themselves; fetch them with `git "
-                    "lfs pull`, or download the file from its page"
-                )
+        if is_lfs_pointer(file):
+            raise ProblemsError(
+                f"{file} is a Git LFS pointer, not the rows themselves; fetch them with `git lfs "
+                "pull`, or download the file from its page"
+            )
         if suffix == ".parquet":
             yield from _parquet(file, choose)
         elif suffix == ".arrow":
