@@ -22,8 +22,11 @@ from interop.render.launch import Places
 from interop.render.verl import render
 from tests.verl_wheels import folder_with, verl_folder
 
-# What verl's configuration code imports that this project does not install.
+# What verl's code for configuration and data imports that this project does not install.
 BESIDE = (
+    "datasets==5.2.0",
+    "multiprocess==0.70.19",
+    "pandas==3.1.1",
     "hydra-core==1.3.2",
     "omegaconf==2.3.1",
     "antlr4-python3-runtime==4.9.3",

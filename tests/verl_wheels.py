@@ -28,7 +28,8 @@ def folder_with(name: str, *requirements: str) -> Path:
     folder = own / name
     with (own / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".installed").exists():
+        installed = folder / ".installed"
+        if not installed.exists() or installed.read_text().split() != list(requirements):
             options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
             options += ["--no-build-isolation", "--target", str(folder)]
             done = subprocess.run(
@@ -40,5 +41,5 @@ def folder_with(name: str, *requirements: str) -> Path:
             if done.returncode:
                 why = done.stderr.strip()[-300:]
                 pytest.skip(f"pip cannot install {', '.join(requirements)} here: {why}")
-            (folder / ".installed").touch()
+            installed.write_text(" ".join(requirements))
     return folder
