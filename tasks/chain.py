@@ -14,10 +14,10 @@ from prefect.runtime import task_run
 from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
 from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.model.folder import MERGE_MANIFEST, require_model_folder
-from durable import link_or_copy, read_json_lines
+from dapo_core.model.folder import MERGE_MANIFEST
+from durable import read_json_lines
 from eval.requests.run import evaluate_all
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
+from tasks.artifacts.artifact import Artifact, Output, algorithm_for
 from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
@@ -28,7 +28,7 @@ from tasks.execution.command import link_log, run_dapo
 from tasks.execution.page import CommandProgress, StageProgress, TrainingProgress, show_report
 from tasks.execution.task import retried_task, stage_task
 from tasks.execution.training_lock import hold, training_lock_path
-from tasks.fetched_model import fetched_metrics, link_known_files, place_additions
+from tasks.fetched_model import fetched_metrics, link_known_files, link_model_folder
 from tasks.links import Link, baseline_of, link_of, step_checkpoint, step_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import Columns, report_run, send_report
@@ -62,7 +62,7 @@ def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_mode
 
     def build(folder: Path) -> Mapping[str, Any]:
         if model.source == "path":
-            return link_model_folder(link.config, folder)
+            return {"bytes": link_model_folder(model, folder)}
         arguments: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
         if data is not None and model.source == "recipe":
             arguments += ["--data", Path(data.path) / TRAIN_FILE]
@@ -76,26 +76,6 @@ def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_mode
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce(label, key, build)
-
-
-def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Hard-link the files of model.path into `folder`, or copy them if links are impossible.
-
-    Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead
-    elsewhere.
-    """
-    source = Path(str(config.model.path))
-    require_model_folder(source)
-    num_bytes = 0
-    for path in sorted(source.rglob("*")):
-        target = folder / path.relative_to(source)
-        if path.is_dir():
-            target.mkdir()
-        elif path.name != MANIFEST_NAME:  # present if the folder is itself an artifact
-            num_bytes += path.stat().st_size
-            link_or_copy(path.resolve(), target)
-    place_additions(config.model, folder)
-    return {"bytes": num_bytes}
 
 
 @stage_task("evaluate-model", task_run_name="{label}")

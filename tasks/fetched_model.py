@@ -1,4 +1,4 @@
-"""Models from a hub or a web server: reference, files, and fetching."""
+"""Model folders from a hub, a web server or a path: reference, files, fetching, additions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import jinja2
 from rich.filesize import decimal
 
 import downloads
-from dapo_core.errors import ModelError
+from dapo_core.errors import ConfigError, ModelError
 from dapo_core.model.folder import files_to_fetch, read_config, require_model_folder
 from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
 from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
+from durable import link_or_copy
+from tasks.artifacts.artifact import MANIFEST_NAME
 from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
@@ -126,6 +128,53 @@ def fetch_model_files(
     place_additions(model, folder)
     require_model_folder(folder)
     return snapshot
+
+
+def link_model_folder(model: ModelConfig, folder: Path) -> int:
+    """Hard-link the files of model.path into `folder`, with the additions; returns their bytes.
+
+    Files are copied if links are impossible. Symbolic links within a Hugging Face cache become
+    files. Raises ModelError for links that lead elsewhere.
+    """
+    source = Path(str(model.path))
+    require_model_folder(source)
+    num_bytes = 0
+    for path in sorted(source.rglob("*")):
+        target = folder / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir()
+        elif path.name != MANIFEST_NAME:  # present if the folder is itself an artifact
+            num_bytes += path.stat().st_size
+            link_or_copy(path.resolve(), target)
+    place_additions(model, folder)
+    return num_bytes
+
+
+def require_additions(model: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if the folder lacks model.chat_template or model.stop_tokens."""
+    missing, path = [], folder / CHAT_TEMPLATE
+    if model.chat_template is not None:
+        wanted = _template_text(model.chat_template)
+        if not path.is_file() or path.read_text(encoding="utf-8") != wanted:
+            missing.append(f"model.chat_template={model.chat_template}")
+    if model.stop_tokens:
+        from dapo_core.model.pretrained import load_tokenizer
+
+        ids = stop_ids(load_tokenizer(folder, model.trust_remote_code), model.stop_tokens)
+        if not {*ids} <= {*read_eos_ids(folder)}:
+            missing.append(f"model.stop_tokens={' '.join(model.stop_tokens)}")
+    if missing:
+        raise ConfigError(
+            f"{folder} was made without {' and '.join(missing)}; pass the folder that `dapo "
+            "fetch-model` writes from this recipe, or unset the key"
+        )
+
+
+def _template_text(template: str) -> str:
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template={template} cannot be read: {error}") from None
 
 
 def place_additions(model: ModelConfig, folder: Path) -> None:

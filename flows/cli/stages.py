@@ -69,19 +69,21 @@ def fetch_model(
     overrides: SetOption = None,
 ) -> None:
     """Fetch a recipe's model; with model.source=recipe, build and warm-start it."""
-    from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.progress import download_progress, reporter
 
     settings, report = load_config(config, overrides or ()), reporter(progress)
-    if settings.model.source == "path":
-        raise ConfigError("model.source=path: nothing to fetch, model.path is used as it is")
     if settings.model.source == "recipe":
         with _new_folder(output):
             _build_model(settings, data, output, report)
         return
-    from tasks.fetched_model import fetch_model_files
+    from tasks.fetched_model import fetch_model_files, link_model_folder
 
+    if settings.model.source == "path":
+        with _new_folder(output):
+            link_model_folder(settings.model, output)
+        typer.echo(f"{output}: the files of {settings.model.path}")
+        return
     with _output_folder(output):
         on_progress = download_progress(report)
         snapshot = fetch_model_files(settings.model, output, commit, on_progress)
@@ -154,7 +156,9 @@ def train(
         typer.echo(f"{other.path}: {steps} of {settings.train.backend}")
         return
     from dapo_core.training import train as train_model
+    from tasks.fetched_model import require_additions
 
+    require_additions(settings.model, model)
     with tracked() as on_step:
         result = train_model(settings, data, model, output, on_step, held_out)
     steps = counted(result.steps, "training step")

@@ -12,9 +12,10 @@ from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
-from tasks.chain import keep_options, link_model_folder
+from tasks.chain import keep_options
 from tasks.evaluation import served_model as served_models
 from tasks.evaluation.served_model import served_model
+from tasks.fetched_model import link_model_folder
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
 from tasks.runs.history import read_run
 from tasks.runs.plan import plan_chain
@@ -105,7 +106,7 @@ def test_stored_columns_are_reused_and_missing_ones_explained(tmp_path: Path) ->
         run.produce(
             "fetch_baseline_base",
             fetched.key(),
-            lambda folder: link_model_folder(fetched.config, folder),
+            lambda folder: {"bytes": link_model_folder(fetched.config.model, folder)},
         )
         made = produce(
             run, Outcome(), [label for label in labels if label != "fetch_baseline_base"]

@@ -12,7 +12,7 @@ import pytest
 
 from eval.report.compare import compare
 from eval.report.report import Provenance, make_report, render_markdown
-from tasks.chain import link_model_folder
+from tasks.fetched_model import link_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import (
     LAST_NIGHT,
@@ -76,7 +76,9 @@ def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
         [data] = produce(run, Outcome(), ["prepare_data"]).values()
         link = link_of(tonight, "fetch_baseline_last-night")
         model = run.produce(
-            link.label, link.key(), lambda folder: link_model_folder(link.config, folder)
+            link.label,
+            link.key(),
+            lambda folder: {"bytes": link_model_folder(link.config.model, folder)},
         )
         assert model.digest == yesterday.stages["merge_checkpoint"].digest
         asked = run.take("evaluate_baseline_last-night")

@@ -26,12 +26,11 @@ from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
-from tasks.chain import link_model_folder
 from tasks.config.data import ColumnsConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
-from tasks.fetched_model import place_stop_tokens
+from tasks.fetched_model import link_model_folder, place_stop_tokens, require_additions
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
@@ -323,7 +322,7 @@ def test_a_local_model_is_linked_and_changes_are_detected(tmp_path: Path) -> Non
     data = prepared(config)
     key = link_of(config, "fetch_model").key(data)
     store = ArtifactStore(config.store.path)
-    taken, _ = store.produce(key, lambda folder: link_model_folder(config, folder))
+    taken, _ = store.produce(key, lambda folder: {"bytes": link_model_folder(config.model, folder)})
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
     assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
@@ -345,9 +344,12 @@ def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     config = make_config(source, model={"path": str(source), "chat_template": str(template)})
     (tmp_path / "taken").mkdir()
-    link_model_folder(config, tmp_path / "taken")
+    link_model_folder(config.model, tmp_path / "taken")
     assert (tmp_path / "taken/chat_template.jinja").read_bytes() == template.read_bytes()
     assert (source / "chat_template.jinja").read_bytes() == theirs
+    require_additions(config.model, tmp_path / "taken")
+    with pytest.raises(ConfigError, match=r"model was made without model\.chat_template=.*mine"):
+        require_additions(config.model, source)  # `dapo train` would ignore the recipe's template
     first = link_of(config, "fetch_model").key()
     template.write_text(template.read_text() + "A:")
     assert link_of(config, "fetch_model").key().key != first.key
@@ -366,9 +368,12 @@ def test_stop_tokens_reach_every_engine_and_do_not_modify_the_local_model(tmp_pa
         source, model={"path": str(source), "stop_tokens": ["<|user|>", "<|end|>"]}
     )
     (tmp_path / "taken").mkdir()
-    link_model_folder(config, tmp_path / "taken")
+    link_model_folder(config.model, tmp_path / "taken")
     assert read_eos_ids(tmp_path / "taken") == [ending, user]
     assert read_eos_ids(source) == [ending]
+    require_additions(config.model, tmp_path / "taken")
+    with pytest.raises(ConfigError, match=r"made without model\.stop_tokens=<|user|> <|end|>"):
+        require_additions(config.model, source)
     (tmp_path / "taken/generation_config.json").unlink()
     place_stop_tokens(["<|user|>"], tmp_path / "taken")  # whose eos_token_id is in config.json
     assert read_eos_ids(tmp_path / "taken") == [ending, user]
