@@ -20,6 +20,7 @@ from tasks.links import BASELINE_EVALUATION, BASELINE_MODEL
 from tasks.preflight.run import require_fetched, require_ready
 from tasks.runs.report import Columns
 from tasks.runs.run import Run
+from tasks.runs.signal import require_signal
 
 
 @recipe_flow("dapo-full")
@@ -40,6 +41,7 @@ def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -
     model = fetch_model(run, data)
     require_fetched(run.config, data, model)
     before = evaluate_model(run, data, model, "evaluate_before")
+    require_signal(run, data, model, before)
     columns = Columns()
     evaluate_baselines(run, data, columns)
     training = train_policy(run, data, model, skips_if_locked=skips_if_locked)

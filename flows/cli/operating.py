@@ -148,6 +148,7 @@ def doctor(
     from flows.doctor import FAIL, examine
     from flows.tables import print_findings, print_json
     from tasks.preflight.run import examine as examine_recipe
+    from tasks.runs.signal import examine_stored_signal
 
     if config is None and (is_smoke or overrides):
         raise typer.BadParameter("--smoke and --set need a recipe", param_hint="CONFIG")
@@ -156,6 +157,7 @@ def doctor(
     findings = list(examine(folder, Path.cwd(), wait_seconds))
     if settings is not None:
         findings += examine_recipe(settings, is_smoke, on_nodes=True)
+        findings += examine_stored_signal(settings) if is_smoke else []
     if is_json:
         print_json([asdict(finding) for finding in findings])
     else:

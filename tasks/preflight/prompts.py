@@ -13,10 +13,10 @@ from jinja2 import TemplateError
 
 from dapo_core.draw.tokenizing import require_template_reads
 from dapo_core.errors import DataError
-from dapo_core.reward.routing import require_scorers, routes, scorer_name
-from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
+from dapo_core.reward.routing import require_scorers
+from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import GRADERS
-from eval.answers.pool import CallFailed, Pool, StartFailed
+from eval.answers.pool import CallFailed, StartFailed
 from eval.problems.registry import SETS
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
@@ -24,9 +24,10 @@ from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
 from tasks.data.contamination import find_hits, rows_to_drop
 from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.scoring import Scoring
 
 if TYPE_CHECKING:
-    from eval.problems.items import EvaluationSet, Problem
+    from eval.problems.items import EvaluationSet, Item, Problem
     from tasks.data.sources import Source
     from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
@@ -101,7 +102,7 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
             chosen.append(problem)
     with findings.catching("scorer"):
         require_scorers(sources, config.reward, config.custom_reward)
-        with closing(_Scoring(config)) as scoring:
+        with closing(Scoring(config)) as scoring:
             for source, chosen in sources.items():
                 _check_source(source, chosen, scoring, findings)
 
@@ -171,8 +172,8 @@ def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings
     if not problems:
         return
     texts = {
-        "training asks for": _text_of(problems[0].messages or problems[0].text),
-        "evaluation for": _text_of(evaluation.items[0].prompt),
+        "training asks for": text_of(problems[0].messages or problems[0].text),
+        "evaluation for": text_of(evaluation.items[0].prompt),
     }
     asked = {label: asked_forms(text) for label, text in texts.items()}
     shown = "; ".join(
@@ -220,7 +221,7 @@ def longest_prompt(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> int:
     """Return the tokens of the longest prompt, among those with the longest texts."""
-    longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
+    longest = sorted(prompts, key=lambda prompt: len(text_of(prompt)), reverse=True)[:NUM_MEASURED]
     return max(prompt_tokens(facts, longest, arguments), default=0)
 
 
@@ -260,61 +261,30 @@ def prompt_tokens(
     return list(map(len, token_ids))
 
 
-def _text_of(prompt: Any) -> str:
+def text_of(prompt: Any) -> str:
+    """The text of a prompt, with all messages of a chat."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(message["content"] for message in prompt)
 
 
-class _Scoring:
-    """The recipe's scorers; custom ones and those that may hang run in a killable process."""
-
-    def __init__(self, config: ChainConfig) -> None:
-        custom = config.custom_reward
-        self.is_custom = custom.path is not None
-        self._table = routes(config.reward.scorers)
-        self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
-        arguments = (str(custom.path), custom.name) if self.is_custom else ()
-        seconds = config.reward.timeout_seconds
-        self._pool = Pool("dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=seconds)
-
-    def close(self) -> None:
-        self._pool.close()
-
-    def name(self, source: str) -> str:
-        """The source's scorer, as messages name it."""
-        return "custom_reward.path" if self.is_custom else scorer_name(source, self._table)
-
-    def is_right(self, problem: Problem, response: str) -> bool:
-        """True if the response is right. Raises CallFailed or StartFailed if the scorer fails."""
-        source = str(problem.data_source)
-        name = None if self.is_custom else scorer_name(source, self._table)
-        scorer: Scorer | None = None if name is None else self._scorers[name]
-        if scorer is not None and scorer.window_characters is not None:
-            response = response[-scorer.window_characters :]
-        score = scorer.quickly(response, problem.gold) if scorer else None
-        if score is not None:
-            return score.verdict == "right"
-        call = (name, source, response, problem.gold, dict(problem.extra_info))
-        return bool(self._pool.submit(*call).result()[1] == "right")
-
-
 def _check_source(
-    source: str, problems: Sequence[Problem], scoring: _Scoring, findings: Findings
+    source: str, problems: Sequence[Problem], scoring: Scoring, findings: Findings
 ) -> None:
     scorer = scoring.name(source)
     right: dict[str, int] = {}
     try:
         for problem in problems:
-            for form, response in _gold_responses(problem):
-                right[form] = right.get(form, 0) + scoring.is_right(problem, response)
+            for form, response in gold_responses(problem):
+                score = scoring.score(source, response, problem.gold, problem.extra_info)
+                right[form] = right.get(form, 0) + (score.verdict == "right")
     except (CallFailed, StartFailed) as error:
         detail = (getattr(error, "failure", None) or str(error)).strip().splitlines()
         fault = f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}"
         findings.add("scorer", FAIL, fault, "correct the file of custom_reward.path")
         return
     read = [form for form, count in right.items() if count == len(problems)]
-    asked = asked_forms(_text_of(problems[0].messages or problems[0].text))
+    asked = asked_forms(text_of(problems[0].messages or problems[0].text))
     gold = f"{len(problems)} gold answers of data_source {source} (such as {problems[0].gold!r})"
     if not any(right.values()):
         status = WARN if scoring.is_custom else FAIL  # custom ones may return points, not verdicts
@@ -338,7 +308,7 @@ def _check_source(
         findings.add("scorer", OK, f"{scorer} accepts {gold} as {', '.join(read)}")
 
 
-def _gold_responses(problem: Problem) -> Iterator[tuple[str, str]]:
+def gold_responses(problem: Problem | Item) -> Iterator[tuple[str, str]]:
     """Yield the gold answer in each form, then the set's reference solution, if any."""
     for form, pattern in FORMS.items():
         yield form, pattern % problem.gold
