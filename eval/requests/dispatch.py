@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
     answer: Answer | None
     attempts: int
     seconds: float  # over all attempts, including the waits between them
+    ended_at: float  # wall clock
     failure: str | None = None
     is_refused: bool = False  # by the server: another attempt would fail too
     advice: str = ""  # what to change after a failure
@@ -74,7 +75,7 @@ class Outcome(NamedTuple):
 
 Batch = list[tuple[Request, Outcome]]
 Finish = Callable[[Request, Outcome], Coroutine[Any, Any, None]]
-OnWeights = Callable[[Weights], None]
+OnWeights = Callable[[Weights | None], None]
 
 
 class Dispatcher:
@@ -84,8 +85,9 @@ class Dispatcher:
     connection costs no attempt: the request returns to the queue, and the server has
     `outage_seconds` to come back.
 
-    All answers come from the same weights: these are checked before the first answer counts, after
-    each failure, and at the end. `weights` are the expected ones; None accepts the first.
+    All answers come from the same weights: these are checked before the first request, after each
+    failure before another request is sent, and at the end. `weights` are the expected ones; None
+    accepts the first.
     """
 
     def __init__(self, endpoint: Endpoint, limits: Limits, weights: Weights | None = None) -> None:
@@ -106,6 +108,7 @@ class Dispatcher:
         self._checking = asyncio.Lock()
         self._checked_at = -math.inf  # start of the last successful check of the weights
         self._failed_at = 0.0  # last failed request; it invalidates earlier checks
+        self._is_unchecked = True  # other weights may have produced the latest answers
 
     @property
     def outage(self) -> str:
@@ -116,6 +119,11 @@ class Dispatcher:
     def num_retrying(self) -> int:
         """Number of requests that failed and will be retried."""
         return len(self._retrying)
+
+    @property
+    def is_checking(self) -> bool:
+        """True while requests wait for a check of the weights."""
+        return self._checking.locked()
 
     @property
     def max_consecutive_failures(self) -> int:
@@ -144,8 +152,9 @@ class Dispatcher:
     ) -> None:
         """Await `finish`, which must store an outcome before it awaits, for each request.
 
-        If no weights were expected, `on_weights` is called once, before the first outcome. Stops
-        and raises when `finish` raises, or with ModelChangedError when a server has other weights.
+        `on_weights` is called with the weights when a check has shown that they produced all
+        answers so far, and with None when later answers wait for a check. Stops and raises when
+        `finish` raises, or with ModelChangedError when a server has other weights.
         """
         self._on_weights = on_weights
         self._queue.extend(requests)
@@ -173,11 +182,11 @@ class Dispatcher:
             started_at = request.started_at = request.started_at or time.monotonic()
             failure: RequestError | None = None
             try:
-                answer = await connection.answer(request.item, request.sampling, request.sample)
                 await self._check_weights(connection)
+                answer = await connection.answer(request.item, request.sampling, request.sample)
                 request.attempts += 1
             except RequestError as error:
-                self._failed_at = time.monotonic()
+                self._distrust()
                 if self._is_stopped:
                     return
                 if await self._retry(request, connection, error):
@@ -187,23 +196,35 @@ class Dispatcher:
             self._retrying.pop(id(request), None)
             if not self._num_open:  # wake the idle workers once, not for each of the last requests
                 self._changed.set()
-            seconds = time.monotonic() - started_at
+            seconds, ended_at = time.monotonic() - started_at, time.time()
             why = (str(failure), failure.is_final, failure.advice) if failure else ()
-            await finish(request, Outcome(answer, request.attempts, seconds, *why))
+            await finish(request, Outcome(answer, request.attempts, seconds, ended_at, *why))
+
+    def _distrust(self) -> None:
+        """Require a check before the next request: a server may return with other weights."""
+        self._failed_at = time.monotonic()
+        if not self._is_unchecked:
+            self._is_unchecked = True
+            self._tell(None)
+
+    def _tell(self, weights: Weights | None) -> None:
+        if self._on_weights is not None:
+            self._on_weights(weights)
 
     async def check_at_end(self) -> None:
         """Raise ModelChangedError if the server that answered now serves other weights."""
         if self._checked_at == -math.inf:
             return
-        self._failed_at = time.monotonic()  # force another check
+        self._checked_at = -math.inf  # force another check
         seconds = min(self._limits.timeout_seconds, _FINAL_CHECK_SECONDS)
         async with Connection(self._endpoint, seconds) as connection:
             try:
                 await self._check_weights(connection)
             except RequestError as error:
-                logger.warning(
-                    "%s could not be identified again at the end: %s", self._endpoint.address, error
-                )
+                failure = f"{self._endpoint.address} could not be identified at the end: {error}"
+                if self._is_unchecked and not self._is_given_up:
+                    self._outage, self._is_given_up = failure, True
+                logger.warning("%s", failure)
             except ModelChangedError as error:
                 raise ModelChangedError(str(error), is_late=True) from None
 
@@ -216,8 +237,6 @@ class Dispatcher:
             weights, url = await self._identify(connection), self._endpoint.address
             if self._weights is None:
                 self._weights = weights
-                if self._on_weights is not None:
-                    self._on_weights(weights)
                 if weights.logprobs is None:
                     known = f"its model folder {weights.root}" if weights.root else "the name"
                     logger.warning("%s returns no log-probs: only %s identifies it", url, known)
@@ -229,6 +248,9 @@ class Dispatcher:
                     "--output for this one"
                 )
             self._checked_at = began
+            if self._is_unchecked and began > self._failed_at:
+                self._is_unchecked = False
+                self._tell(self._weights)
 
     async def _identify(self, connection: Connection) -> Weights:
         """Identify the weights behind a connection; unknown if only the probe requests fail."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from eval.results.rows import (
     SERVED,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    UNCHECKED,
     Evaluation,
     ResultsError,
     Row,
@@ -118,8 +120,16 @@ class Recorder:
             if (item.id, sample) not in self._rows
         ]
 
-    def keep_weights(self, weights: Weights, endpoint: Endpoint) -> None:
-        """Store which weights produce the answers, and who serves them."""
+    def keep_weights(self, weights: Weights | None, endpoint: Endpoint) -> None:
+        """Store which weights produced all answers so far, and who serves them.
+
+        None: those of later answers are unknown until the next call.
+        """
+        if weights is None:
+            self.settings[UNCHECKED] = math.floor(1000 * time.time()) / 1000  # as in rows
+            write_json(self.folder / SETTINGS_FILE, self.settings)
+            return
+        self.settings.pop(UNCHECKED, None)
         self.settings[SERVED] = {
             **weights.to_json(),
             HAS_FILES: weights.has_local_files,
@@ -164,12 +174,17 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Close results.jsonl."""
+        """Close results.jsonl. Rows that still wait for a check of the weights are dropped."""
         if self._file is not None:
             self._file.close()
+        if UNCHECKED in self.settings:
+            self._rows = _drop_unchecked(self.folder, self._rows, self.settings.pop(UNCHECKED))
+            write_rows(self.folder, self._rows.values())
+            write_json(self.folder / SETTINGS_FILE, self.settings)
 
     def set_aside(self, reason: str) -> None:
         """Move all rows to `superseded-N/`, since another model may have produced some of them."""
+        self.settings.pop(UNCHECKED, None)
         _move_aside(self.folder, [reason])
 
     def finish(self, server: str, outage: str) -> Summary:
@@ -193,7 +208,7 @@ class Recorder:
         num_unsent = len(self._expected) - len(self._rows)
         if len(failures) <= self._max_failed and not num_unsent:
             return
-        unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
+        unsent = f", {num_unsent} were not answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
         message = (
             f"{len(failures)} of {len(self._expected)} requests to {server} failed{unsent}; at "
@@ -251,7 +266,7 @@ def _resume(
     Raises ResultsError for rows that answer no expected item.
     """
     stored = read_settings(output_dir) or {}
-    served = stored.pop(SERVED, None)
+    served, unchecked = stored.pop(SERVED, None), stored.pop(UNCHECKED, None)
     rows: dict[RowKey, Row] = {}
     if _without_grading(stored) != _without_grading(settings):
         if stored or (output_dir / RESULTS_FILE).exists():
@@ -259,6 +274,7 @@ def _resume(
     else:
         found = read_rows(output_dir)
         _refuse_foreign(output_dir, found, expected)
+        found = _drop_unchecked(output_dir, found, unchecked)
         rows = {key: row for key, row in found.items() if row.is_answered}
         reasons = describe_differences(stored, settings)
         stale = [row for row in rows.values() if reasons or scorer_error(row)]
@@ -279,6 +295,25 @@ def _resume(
             "%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows
         )
     return rows
+
+
+def _drop_unchecked(
+    output_dir: Path, rows: Mapping[RowKey, Row], since: float | None
+) -> dict[RowKey, Row]:
+    """Drop the answers since a failed request after which the served weights were not checked."""
+    checked = {
+        key: row
+        for key, row in rows.items()
+        if since is None or not row.is_answered or (row.ended_at or 0.0) < since
+    }
+    if num_dropped := len(rows) - len(checked):
+        logger.warning(
+            "%s: dropping %d responses that arrived after a failed request, before the server "
+            "showed that it still serves the same model; the next attempt requests them again",
+            output_dir,
+            num_dropped,
+        )
+    return checked
 
 
 def _refuse_foreign(
@@ -343,7 +378,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         subject=item.subject,
         level=item.level,
         failure=outcome.failure,
-        ended_at=round(time.time(), 3),
+        ended_at=round(outcome.ended_at, 3),
         reasoning=reasoning,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
         details=answer.details if answer else None,

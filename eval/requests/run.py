@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,11 +21,11 @@ from eval.requests.identity import ModelChangedError, Weights
 from eval.requests.recorder import Benchmark, Recorder
 from eval.results.rows import Row, exclusive, make_folder, make_settings
 from eval.results.summary import Summary
+from heartbeat import heartbeat
 
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (finished requests, all requests)
-LOG_SECONDS = 60.0  # longest interval between progress lines
 _BATCH_SECONDS = 0.05  # results that a kill may cost, beside the requests in flight
 _MAX_PENDING = 4096  # outcomes not yet recorded; beyond that the workers wait
 
@@ -152,7 +152,8 @@ class _Session:
                 recorder.close()
 
     async def _record(self, requests: Sequence[Request], on_progress: OnProgress | None) -> None:
-        with _Progress(len(requests), on_progress) as progress:
+        progress = _Progress(len(requests), self._dispatcher, on_progress)
+        with progress.shown():
 
             async def record(batch: Batch) -> None:
                 for name, recorder in self._recorders.items():
@@ -164,7 +165,7 @@ class _Session:
                     if part:
                         rows = await recorder.grade(part)
                         recorder.append(rows, part)
-                        progress.advance(rows, self._dispatcher.num_retrying)
+                        progress.advance(rows)
                         self._stop_if_hopeless(recorder)
 
             batches = _Batches(record)
@@ -174,7 +175,7 @@ class _Session:
                 await batches.finish()
             await self._dispatcher.check_at_end()
 
-    def _keep_weights(self, weights: Weights) -> None:
+    def _keep_weights(self, weights: Weights | None) -> None:
         for recorder in self._recorders.values():
             recorder.keep_weights(weights, self._endpoint)
 
@@ -239,13 +240,14 @@ class _Batches:
 
 
 class _Progress:
-    """Shows progress: a bar on a terminal, else a log line every tenth or LOG_SECONDS."""
+    """Shows progress: a bar on a terminal, else log lines."""
 
-    def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
-        self._num_requests = num_requests
-        self._on_progress = on_progress
+    def __init__(
+        self, num_requests: int, dispatcher: Dispatcher, report: OnProgress | None
+    ) -> None:
+        self._num_requests, self._dispatcher, self._report = num_requests, dispatcher, report
         self._num_done = self._num_tokens = self._num_failed = 0
-        self._start = self._logged_at = time.monotonic()
+        self._start = time.monotonic()
         self._bar = Progress(
             TextColumn("evaluate"),
             BarColumn(),
@@ -258,42 +260,40 @@ class _Progress:
         )
         self._task = self._bar.add_task("evaluate", total=num_requests, speed="")
 
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it until the block ends."""
+        with self._bar if not self._bar.disable else heartbeat(logger, self._describe):
+            yield
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def advance(self, rows: Sequence[Row], num_retrying: int) -> None:
-        """Count finished requests. `num_retrying` open ones have failed and will be retried."""
-        done_before, self._num_done = self._num_done, self._num_done + len(rows)
+    def advance(self, rows: Sequence[Row]) -> None:
+        """Count finished requests."""
+        self._num_done += len(rows)
         self._num_tokens += sum(row.response_tokens or 0 for row in rows)
-        if self._on_progress is not None:
-            self._on_progress(self._num_done, self._num_requests)
-        now = time.monotonic()
-        seconds = max(now - self._start, 1e-9)
-        speed = f"{self._num_tokens / seconds:.0f} tokens/s"
+        if self._report is not None:
+            self._report(self._num_done, self._num_requests)
         failed = [row for row in rows if not row.is_answered]
         if failed and not self._num_failed:
             logger.warning(
                 "a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure
             )
         self._num_failed += len(failed)
-        speed += f", {self._num_failed} failed" if self._num_failed else ""
-        speed += f", {num_retrying} to retry" if num_retrying else ""
-        self._bar.update(self._task, advance=len(rows), speed=speed)
-        is_tenth = (
-            10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
-        )
-        if self._bar.disable and (is_tenth or now - self._logged_at >= LOG_SECONDS):
-            self._logged_at = now
-            num_new = self._num_requests - self._num_done - num_retrying  # retries mostly wait
-            left = (
-                f", about {math.ceil(seconds / self._num_done * num_new)} s left"
-                if num_new > 0
-                else ""
-            )
-            logger.info(
-                "%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left
-            )
+        self._bar.update(self._task, advance=len(rows), speed=self._speed())
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        parts = [f"{self._num_tokens / seconds:.0f} tokens/s"]
+        parts += [f"{self._num_failed} failed"] if self._num_failed else []
+        num_retrying = self._dispatcher.num_retrying
+        return ", ".join(parts + ([f"{num_retrying} to retry"] if num_retrying else []))
+
+    def _describe(self) -> str:
+        parts = [f"{self._num_done} of {self._num_requests} items done", self._speed()]
+        # retries mostly wait
+        num_new = self._num_requests - self._num_done - self._dispatcher.num_retrying
+        if self._num_done and num_new > 0:
+            seconds = time.monotonic() - self._start
+            parts.append(f"about {math.ceil(seconds / self._num_done * num_new)} s left")
+        if self._dispatcher.is_checking:
+            parts.append("waiting for the server to show which model it serves")
+        return ", ".join(parts)

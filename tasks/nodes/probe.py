@@ -19,7 +19,7 @@ from typing import Any
 
 MARK = "dapo-node-answers "  # starts the reply's line; shells may print other lines at login
 FOLDERS = ("dapo_core", "downloads", "eval", "flows", "interop", "tasks")
-FILES = ("durable.py", "redaction.py")
+FILES = ("durable.py", "heartbeat.py", "redaction.py")
 
 
 def code_digest(root: str) -> str:

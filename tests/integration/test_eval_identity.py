@@ -5,24 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval import RequestsRefused
+from eval import EvaluationError, RequestsRefused
 from eval.endpoint import Endpoint, Sampling
 from eval.report.compare import compare
 from eval.report.report import UNKNOWN, describe_measurement
 from eval.requests.dispatch import Limits
 from eval.requests.identity import ModelChangedError
-from eval.results.rows import load_evaluation, read_rows, read_settings
+from eval.results.rows import UNCHECKED, ResultsError, load_evaluation, read_rows, read_settings
 from eval.results.summary import Summary
 from tasks.evaluation.served_model import served_folder, served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
+from tests.processes import wait_until
 
 SAMPLING = Sampling(max_tokens=64)
 LIMITS = Limits(
@@ -56,7 +60,7 @@ def test_a_server_that_returns_with_another_model_is_refused(
     with pytest.raises(ModelChangedError, match=CHANGED):
         evaluate(make_set(200), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert read_rows(tmp_path) == kept
-    server.logprobs = ArithmeticServer.logprobs
+    server.logprobs, server.behave = ArithmeticServer.logprobs, lambda *_: False
     assert evaluate(make_set(200), endpoint, SAMPLING, tmp_path, limits=LIMITS).n == 200
 
 
@@ -76,36 +80,114 @@ def test_a_silently_exchanged_model_is_noticed_at_the_end(
 
 
 def test_one_reply_without_log_probs_or_folder_is_not_another_model(
-    server: ArithmeticServer, tmp_path: Path
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flicker(handler: Handler, prompt: str, attempt: int) -> bool:
-        server.logprobs = None if handler.number in (5, 6) else ArithmeticServer.logprobs
+    show_weights = Handler.show_weights
+
+    def flicker(handler: Handler, body: dict[str, Any]) -> None:
+        # the second check asks for completions, then for a chat
+        server.logprobs = None if server.num_probes in (1, 2) else ArithmeticServer.logprobs
+        show_weights(handler, body)
+
+    def fail(handler: Handler, prompt: str, attempt: int) -> bool:
         server.root = "" if handler.number >= 5 else ArithmeticServer.root
         return handler.number == 5 and handler.send(502, b"bad gateway")
 
-    server.behave = flicker
+    monkeypatch.setattr(Handler, "show_weights", flicker)
+    server.behave = fail
     one = replace(LIMITS, concurrency=1)
     assert evaluate(make_set(9), Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=one).n == 9
-    assert len(server.requests) == 11  # the bad gateway, and the answer that could not be checked
+    assert len(server.requests) == 10  # the bad gateway is repeated, once the check has passed
 
 
 def test_a_failure_invalidates_a_check_that_began_before_it(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    server.probes_go_on.clear()
+    """Request 3 fails while the check after the failure of request 1 waits."""
 
     def fail(handler: Handler, prompt: str, attempt: int) -> bool:
-        if handler.number == 3:  # the retry after the 502
-            server.probes_go_on.set()
-        # wait until the first answer is being checked
-        while handler.number == 2 and not server.num_probes:
-            time.sleep(0.01)
-        return handler.number == 2 and handler.send(502, b"bad gateway")
+        if handler.number == 1:
+            server.probes_go_on.clear()
+            wait_until(lambda: len(server.requests) == 3, "all requests to be in flight")
+        elif handler.number == 3:
+            wait_until(lambda: server.num_probes == 2, "the check after the first failure")
+            threading.Timer(0.2, server.probes_go_on.set).start()  # after the answer below
+        return handler.number in (1, 3) and handler.send(502, b"bad gateway")
 
     server.behave = fail
-    two = replace(LIMITS, concurrency=2)
-    evaluate(make_set(2), Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=two)
-    assert server.num_probes == 3  # for the first answer, after the failure, at the end
+    three = replace(LIMITS, concurrency=3)
+    evaluate(make_set(3), Endpoint(server.url, "m"), SAMPLING, tmp_path, limits=three)
+    assert server.num_probes == 4  # before the first request, after each failure, at the end
+
+
+@pytest.mark.parametrize("end", ["same model", "other model", "killed"])
+def test_answers_are_stored_while_a_check_hangs_and_count_only_if_it_passes(
+    server: ArithmeticServer, tmp_path: Path, end: str
+) -> None:
+    """The server drops a request; its siblings are answered while the check after it hangs."""
+    answering = threading.Event()
+
+    def behave(handler: Handler, prompt: str, attempt: int) -> bool:
+        if handler.number == 9:
+            wait_until(lambda: len(read_rows(tmp_path)) == 8, "the first answers to be stored")
+            server.probes_go_on.clear()
+            return handler.drop()
+        if 10 <= handler.number <= 12:
+            answering.wait(60)
+        return False
+
+    server.behave = behave
+    endpoint = Endpoint(server.url, "m")
+
+    def run() -> Summary:
+        return evaluate(make_set(20), endpoint, SAMPLING, tmp_path, limits=LIMITS)
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        wait_until(lambda: server.num_probes == 2 and len(server.requests) == 12, "the check")
+        answering.set()
+        began = time.monotonic()
+        wait_until(lambda: len(read_rows(tmp_path)) == 11, "the answers to be stored")
+        assert time.monotonic() - began < 1.0
+        with pytest.raises(ResultsError, match="ended before the model behind its last responses"):
+            load_evaluation(tmp_path)
+        killed = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
+        server.logprobs = OTHER if end == "other model" else ArithmeticServer.logprobs
+        server.probes_go_on.set()
+        if end == "other model":
+            with pytest.raises(ModelChangedError, match=CHANGED):
+                running.result()
+        else:
+            assert running.result().n == 20
+    if end == "same model":
+        assert len(server.requests) == 21  # only the dropped request is repeated
+        return
+    if end == "killed":
+        for name, content in killed.items():
+            (tmp_path / name).write_bytes(content)
+        server.behave = lambda *_: False
+        assert run().n == 20
+        assert len(server.requests) == 21 + 20 - 8
+    assert len(read_rows(tmp_path)) == (8 if end == "other model" else 20)
+
+
+def test_answers_after_a_failure_do_not_count_if_the_server_is_never_identified_again(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def behave(handler: Handler, prompt: str, attempt: int) -> bool:
+        if handler.number == 3:
+            server.fails_on_probes = True
+            return handler.send(400, b"too long")
+        if handler.number == 4:
+            wait_until(lambda: UNCHECKED in (read_settings(tmp_path) or {}), "the failure")
+        return False
+
+    server.behave = behave
+    endpoint, four = Endpoint(server.url, "m"), replace(LIMITS, concurrency=4)
+    with pytest.raises(EvaluationError, match=r"1 of 4 requests .* failed, 1 were not answered"):
+        evaluate(make_set(4), endpoint, SAMPLING, tmp_path, limits=four)
+    server.behave, server.fails_on_probes = (lambda *_: False), False
+    assert evaluate(make_set(4), endpoint, SAMPLING, tmp_path, limits=four).n == 4
 
 
 def test_the_identity_of_the_weights_is_stored_and_a_missing_one_reported(

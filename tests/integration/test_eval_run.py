@@ -215,7 +215,7 @@ def test_a_server_that_refuses_everything_is_given_up_early(
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
         EvaluationError,
-        match=r"were not sent because no server answered.*HTTP 403 from .*export VLLM_API_KEY",
+        match=r"were not answered.*HTTP 403 from .*export VLLM_API_KEY",
     ):
         evaluate(make_set(400), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
@@ -231,7 +231,9 @@ def test_answers_of_a_server_that_dies_for_good_are_kept(
         return handler.number >= 30 and handler.drop()
 
     server.behave = die
-    with pytest.raises(EvaluationError, match=r"0 of 90 .* not sent .*ClientConnectorError"):
+    with pytest.raises(
+        EvaluationError, match=r"0 of 90 .* not answered.*First reason: ClientConnectorError"
+    ):
         evaluate(make_set(90), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert 20 <= len(read_rows(tmp_path)) < 30
     with running() as another:
@@ -376,11 +378,6 @@ def test_a_killed_or_interrupted_evaluation_resumes_without_repeating_requests(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     output = tmp_path / "out"
-    assert process.stdout is not None
-    lines = iter(process.stdout.readline, "")
-    # no terminal: a log line every tenth
-    done = (re.match(r"(\d+) of 60 items done", line) for line in lines)
-    assert any(match and int(match[1]) >= 18 for match in done)
     assert all(held.acquire(timeout=FAR) for _ in range(4))
     wait_until(lambda: len(read_rows(output)) == 23, "every answer to be written")
     process.send_signal(end)

@@ -96,7 +96,7 @@ def other_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     for name in ("dapo_core", "downloads", "eval", "tasks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("durable.py", "redaction.py"):
+    for name in ("durable.py", "heartbeat.py", "redaction.py"):
         shutil.copy(ROOT / name, folder)
     with (folder / "durable.py").open("a") as file:
         file.write("# of another commit\n")

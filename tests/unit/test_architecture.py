@@ -21,7 +21,17 @@ from tests.imports import files_imported, modules_of, tree_of
 pytestmark = pytest.mark.slow  # `make check` runs them
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable.py", "redaction.py")
+OWN = (
+    "flows",
+    "tasks",
+    "dapo_core",
+    "eval",
+    "downloads",
+    "interop",
+    "durable.py",
+    "heartbeat.py",
+    "redaction.py",
+)
 OWN_MODULES = {name.removesuffix(".py") for name in OWN}
 MAY_IMPORT = {
     "flows": {
@@ -32,14 +42,25 @@ MAY_IMPORT = {
         "downloads",
         "interop",
         "durable",
+        "heartbeat",
         "redaction",
     },
-    "tasks": {"tasks", "dapo_core", "eval", "downloads", "interop", "durable", "redaction"},
-    "dapo_core": {"dapo_core", "eval", "durable", "redaction"},
-    "eval": {"eval", "downloads", "durable", "redaction"},
-    "downloads": {"downloads", "durable", "redaction"},
+    "tasks": {
+        "tasks",
+        "dapo_core",
+        "eval",
+        "downloads",
+        "interop",
+        "durable",
+        "heartbeat",
+        "redaction",
+    },
+    "dapo_core": {"dapo_core", "eval", "durable", "heartbeat", "redaction"},
+    "eval": {"eval", "downloads", "durable", "heartbeat", "redaction"},
+    "downloads": {"downloads", "durable", "heartbeat", "redaction"},
     "interop": {"interop"},
     "durable.py": set(),
+    "heartbeat.py": set(),
     "redaction.py": set(),
 }
 ONLY_IN = {

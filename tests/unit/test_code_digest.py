@@ -21,6 +21,7 @@ WITHOUT_EFFECT = (
     "durable.py",
     "eval/__init__.py",
     "eval/report",
+    "heartbeat.py",
     "redaction.py",
     "tasks/artifacts",
     "tasks/config",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import heartbeat
 from downloads import Progress as Download
 from durable import JsonLinesFollower, append_json_line, read_json_lines, write_atomically
+from eval.endpoint import Endpoint
 from eval.requests import run
+from eval.requests.dispatch import Dispatcher, Limits
 from flows import progress
 from flows.progress import StepBar, bytes_progress, download_progress, reporter
 from tasks.execution.progress import Progress, StepProgress, following
 from tests.evaluations import make_items, make_row
+from tests.processes import wait_until
 from tests.sources import Clock
 
 
@@ -120,18 +125,18 @@ def test_without_a_terminal_bytes_are_logged_in_tenths_or_by_time(
     assert caplog.messages[-1] == "merge: 1 byte of 1.0 kB"
 
 
-def test_an_evaluation_is_logged_in_tenths_or_by_time(
+def test_an_evaluation_says_how_far_it_is_while_no_answer_arrives(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the start, then each finished request
-    seconds = iter([0.0, 59.0, 61.0, 70.0, 80.0, 139.0, 141.0])
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
     row = make_row(make_items(1)[0], "r")
-    with caplog.at_level(logging.INFO, "eval.requests.run"), run._Progress(40, None) as shown:
-        for _ in range(6):
-            shown.advance([row], 0)
-    assert [line.split(" items")[0] for line in caplog.messages] == [
-        "2 of 40",
-        "4 of 40",
-        "6 of 40",
-    ]
+    dispatcher = Dispatcher(Endpoint("http://localhost", "m"), Limits())
+    progress = run._Progress(40, dispatcher, None)
+    with caplog.at_level(logging.INFO, "eval.requests.run"), progress.shown():
+        progress.advance([row] * 4)
+        wait_until(lambda: len(caplog.messages) > 1, "two lines")
+    line = r"4 of 40 items done, \d+ tokens/s, about \d+ s left \(0 s so far\)"
+    assert all(re.fullmatch(line, message) for message in caplog.messages)
+    count = len(caplog.messages)
+    time.sleep(0.05)
+    assert len(caplog.messages) == count  # it ends with the block
