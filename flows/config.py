@@ -67,7 +67,7 @@ def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = 
     if isinstance(data := tree.get("data") or {}, dict):
         tree["data"] = {"train": "arithmetic", "eval": "arithmetic", **data}
     tree["model"] = tree.get("model") or {"source": "recipe"}
-    return resolve_config(loading.overridden(tree, overrides))
+    return resolve_config(loading.overridden(Config, tree, overrides))
 
 
 def resolve_config(tree: dict[str, Any]) -> Config:

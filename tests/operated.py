@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
+from dapo_core.machine.environment import SOCKETS_VARIABLE
 from dapo_core.machine.ports import free_ports
 from flows.services import Services
-from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT_FILES = (

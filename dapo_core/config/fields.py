@@ -61,16 +61,16 @@ class Section(BaseModel):
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         values = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(one, bool) for one in values):
-            types = _plain_types(cls.model_fields[str(info.field_name)].annotation)
+            types = plain_types(cls.model_fields[str(info.field_name)].annotation)
             if bool not in types and (int in types or float in types):
                 raise PydanticKnownError("int_type" if int in types else "float_type")
         return value
 
 
-def _plain_types(annotation: Any) -> list[Any]:
+def plain_types(annotation: Any) -> list[Any]:
     """Return the types that a union or list is made of."""
     parts = get_args(annotation)
-    return [kind for part in parts for kind in _plain_types(part)] if parts else [annotation]
+    return [kind for part in parts for kind in plain_types(part)] if parts else [annotation]
 
 
 class Entry(Section):

@@ -6,13 +6,14 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TextIO, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dapo_core.config.fields import Section, known_fields
+from dapo_core.config.fields import Section, known_fields, plain_types
 from dapo_core.errors import ConfigError
 
 Root = TypeVar("Root", bound=Section)
@@ -21,6 +22,7 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _CHANGING_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 _ENVIRONMENT = "env"  # key of environment variables; their values stay text
+_YAML_TEXT = re.compile(r"""|null|~|"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""")  # also for text keys
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 # Blanks in guides and templates: words in capitals, <NAME>, ${NAME}, "Your ...". Too broad for
 # recipes, where such words may be part of a prompt.
@@ -108,7 +110,7 @@ def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> R
     (naming the nearest one), a value out of bounds, an unresolved placeholder, or keys that
     contradict each other.
     """
-    return resolve(root, overridden(read_recipe(Path(path)), overrides))
+    return resolve(root, overridden(root, read_recipe(Path(path)), overrides))
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -183,17 +185,26 @@ def read_tree(
     return tree
 
 
-def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply overrides of the form `section.key=value` to the tree, in order; returns it."""
+def overridden(
+    root: type[BaseModel], tree: dict[str, Any], overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Apply overrides of the form `section.key=value` to the tree, in order; returns it.
+
+    Values are YAML. Those of text keys are text unless quoted: `{problem}`, `Answer: yes`, `007`.
+    """
+    known = known_fields(root)
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name.strip():
             raise ConfigError(
                 f"--set {override!r} must have the form section.key=value, such as run.seed=2"
             )
-        *sections, leaf = name.strip().split(".")
-        is_text = _ENVIRONMENT in (*sections, leaf)
-        value, node = _parse(text, f"--set {override!r}: the value", is_text=is_text), tree
+        name = name.strip()
+        *sections, leaf = name.split(".")
+        kinds = plain_types(known[name].annotation) if name in known else [Any]
+        kinds = [str] if _ENVIRONMENT in sections else kinds
+        is_environment = leaf == _ENVIRONMENT
+        value, node = _typed(text, kinds, is_environment, f"--set {override!r}: the value"), tree
         if not sections and (value is None or isinstance(value, dict)):
             raise ConfigError(
                 f"--set {override!r} would replace a whole section; set its keys: {leaf}.KEY=VALUE"
@@ -206,6 +217,16 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
                 raise ConfigError(f"--set {name}: {section} is a value, not a section")
         node[leaf] = value
     return tree
+
+
+def _typed(text: str, kinds: Sequence[Any], is_environment: bool, source: str) -> Any:
+    """Return an override's value for a key of these plain types."""
+    is_text = all(isinstance(kind, str) or kind in (str, NoneType, ...) for kind in kinds)
+    value = text.strip()
+    is_list = ... in kinds and value.startswith("[")
+    if is_text and not is_list and not _YAML_TEXT.fullmatch(value):
+        return value
+    return _parse(text, source, is_text=is_text or is_environment)
 
 
 def _parse(

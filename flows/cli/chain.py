@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import shlex
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -222,10 +224,14 @@ def report_again(settings: Config) -> Path:
 
 @contextlib.contextmanager
 def message_when_stopped() -> Iterator[None]:
-    """On Ctrl-C, tell the user that finished work is kept."""
+    """On Ctrl-C or SIGTERM, tell the user that finished work is kept.
+
+    During a flow run Prefect handles SIGTERM; once the run is ended it sends it again.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         typer.secho("stopped; run the same command again to continue", err=True, fg="yellow")
         raise
 

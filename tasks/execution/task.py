@@ -39,7 +39,7 @@ RETRIED: dict[str, Any] = {
 
 def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Decorate a function as a task that is retried after transient errors."""
-    return lambda function: Task(function, name=name, **RETRIED)
+    return lambda function: Task(function, name=name, task_run_name=function.__name__, **RETRIED)
 
 
 class StageTimedOut(DapoError, TimeoutError):
@@ -71,7 +71,7 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 
 
 def stage_task(
-    name: str, *, task_run_name: str | None = None
+    name: str,
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
     """Decorate a stage function: it takes the run, artifacts, and `label`, which names the link."""
 
@@ -96,7 +96,7 @@ def stage_task(
             show_stage(run, label, artifact)
             return _state(run, label, artifact)
 
-        return StageTask(run_stage, name=name, task_run_name=task_run_name, **RETRIED)
+        return StageTask(run_stage, name=name, task_run_name="{label}", **RETRIED)
 
     return decorate
 

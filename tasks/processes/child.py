@@ -199,7 +199,7 @@ def background_command(
     with contextlib.ExitStack() as stack:
         environment, folder = dict(env or {}), None
         if folder_variable is not None:
-            environment[folder_variable] = folder = stack.enter_context(_socket_folder())
+            environment[folder_variable] = folder = stack.enter_context(new_socket_folder())
         log_lock = _lock_log(path, label, grace_seconds + STOP_MARGIN_SECONDS)
         settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "folder": folder}
         log_offset = path.stat().st_size
@@ -311,7 +311,8 @@ def describe_exit(exit_code: int) -> str:
     )
 
 
-def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+def new_socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder for sockets, whose paths are limited, in the folder for temporary files."""
     place = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(
         prefix="dapo-",

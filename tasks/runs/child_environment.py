@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_core.cluster.environment import Given, given_by_training
 from dapo_core.cluster.started import AUTH_TOKEN
-from dapo_core.machine.environment import PASSIVE_WAITING
+from dapo_core.machine.environment import PASSIVE_WAITING, SOCKETS_VARIABLE
 from interop.render import trainers
 from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig
@@ -16,7 +16,7 @@ from tasks.external.launch import own_ray
 from tasks.links import Link
 from tasks.preflight.environment import table_rows
 from tasks.processes.child import OUTPUT_AT_ONCE
-from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environment
+from tasks.serve_model.command import API_KEY_VARIABLE, serve_environment
 from tasks.stages import EVALUATE_MODEL
 from tasks.tracking.clients import MLFLOW
 

@@ -21,7 +21,6 @@ from tasks.serve_model.failure import ServeError
 SERVED_NAME = "policy"  # set by `dapo serve`, default of `dapo eval`
 SHORT_DIGEST_LENGTH = 12
 API_KEY_VARIABLE = "VLLM_API_KEY"
-SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_PREFILL_TOKENS = 8192  # per step of a CPU server

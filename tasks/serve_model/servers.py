@@ -15,17 +15,17 @@ from typing import NoReturn
 
 import httpx
 
+from dapo_core.machine.environment import SOCKETS_VARIABLE
 from dapo_core.model.folder import read_config
 from eval import EvaluationError
 from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret
 from tasks.config.serve import ServeConfig
-from tasks.processes.child import SupervisedProcess, background_command
+from tasks.processes.child import SupervisedProcess, background_command, new_socket_folder
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,
     SERVED_NAME,
-    SOCKETS_VARIABLE,
     base_url,
     choose_port,
     on_this_device,
@@ -108,7 +108,9 @@ def serve_until_interrupted(
     command = serve_command(model_path, settings, choose_port(settings))
     place = serve_environment(settings, environment)
     logger.info("%s", shell_line(command, place))
-    os.execvpe(command[0], command, {**environment, **place, API_KEY_VARIABLE: api_key})
+    sockets = new_socket_folder()  # the server removes it
+    own = {API_KEY_VARIABLE: api_key, SOCKETS_VARIABLE: sockets.name}
+    os.execvpe(command[0], command, {**environment, **place, **own})
 
 
 def _own_secrets(api_key: str) -> dict[str, str | None]:

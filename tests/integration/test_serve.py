@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dapo_core.engines.vllm_warnings import EXPECTED_WARNINGS
+from dapo_core.machine.environment import SOCKETS_VARIABLE
 from eval.endpoint import Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.requests.recorder import Benchmark
@@ -22,7 +24,7 @@ from tasks.config.evaluate import EvaluateConfig
 from tasks.config.serve import ServeConfig
 from tasks.evaluation.settings import limits_of, sampling_of
 from tasks.processes import supervisor
-from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
+from tasks.serve_model.command import served_name
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
@@ -101,6 +103,14 @@ def test_the_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serv
     assert serving.server.base_url.startswith("http://127.0.0.1:")
     (folder,) = serving.folders
     assert any(path.is_socket() for path in folder.iterdir())
+    assert list(folder.glob("vllm_dist_*"))  # a file, which vLLM leaves behind
+
+
+def test_the_log_has_no_warning_about_what_the_server_sets_on_purpose(serving: Serving) -> None:
+    log = serving.log_path.read_text()
+    assert "--no-enable-chunked-prefill" in " ".join(serving.server.command.split())
+    assert " WARNING " in log  # others are shown
+    assert not [words for known in EXPECTED_WARNINGS.values() for words in known if words in log]
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_is_not_exposed(serving: Serving) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -310,6 +311,21 @@ def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     assert not output.exists()  # so the fixed file can use the same folder
 
 
+def test_sigterm_says_that_the_same_command_continues() -> None:
+    program = """
+import os, signal, time
+from prefect.utilities.engine import capture_sigterm  # around each flow run
+from flows.cli.chain import message_when_stopped
+
+with message_when_stopped(), capture_sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert ended.stderr == "stopped; run the same command again to continue\n"
+
+
 @pytest.mark.parametrize("command", commands())
 def test_help_has_an_example_of_the_command(command: str) -> None:
     shown = CliRunner().invoke(app, [*command.split(), "--help"])
@@ -318,11 +334,21 @@ def test_help_has_an_example_of_the_command(command: str) -> None:
     assert f"dapo {command} " in example
 
 
-def test_version_is_shown() -> None:
-    assert (
-        CliRunner().invoke(app, ["--version"]).output
-        == f"dapo-pipeline {version('dapo-pipeline')}\n"
-    )
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_is_shown(word: str) -> None:
+    assert CliRunner().invoke(app, [word]).output == f"dapo-pipeline {version('dapo-pipeline')}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["runs", "gc"]])
+def test_h_shows_the_help_of_every_command(words: list[str]) -> None:
+    short, long = (CliRunner().invoke(app, [*words, option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0
+    assert short.output == long.output
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_DAPO_COMPLETE": "complete_bash", "COMP_WORDS": "dapo ru", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, env=asked, prog_name="dapo").output.split() == ["run", "runs"]
 
 
 def test_help_lists_every_command_in_a_group() -> None:
@@ -330,7 +356,7 @@ def test_help_lists_every_command_in_a_group() -> None:
     assert sorted([*listed, "prepare-data", "fetch-model"]) == sorted(
         typer.main.get_command(app).commands
     )
-    assert len(listed) <= 20
+    assert len(listed) <= 21
     output = CliRunner().invoke(app, ["--help"]).output
     assert re.findall(r"^(?=\S)(.+):$", output, re.MULTILINE) == ["Options", *GROUPS]
     lines = re.findall(r"^  [a-z].*$", output, re.MULTILINE)

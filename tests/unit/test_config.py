@@ -89,6 +89,36 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("{problem}", "{problem}"),
+        ("{problem} = ", "{problem} ="),
+        ("Answer: yes", "Answer: yes"),
+        ("- # *bold* @ 1:30", "- # *bold* @ 1:30"),
+        ("007", "007"),
+        ("1e-6", "1e-6"),
+        ("yes", "yes"),
+        ("true", "true"),
+        ("2024-13-01", "2024-13-01"),
+        ('"a\\nb"', "a\nb"),
+        ('"a" or "b"', '"a" or "b"'),
+        ("[x]", "[x]"),
+        ("null", None),
+        ("", None),
+    ],
+)
+def test_a_text_key_takes_what_is_typed(recipe: Path, given: str, text: str | None) -> None:
+    config = load_config(recipe, [f"data.system_prompt={given}"])
+    assert config.data.system_prompt == text
+
+
+def test_lists_of_texts_take_numbers_as_typed_and_a_single_text(recipe: Path) -> None:
+    config = load_config(recipe, ["serve.extra_args=[--seed, 080]", "data.columns.problem=Q: text"])
+    assert config.serve.extra_args == ("--seed", "080")
+    assert config.data.columns.problem == ("Q: text",)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean"),
@@ -99,14 +129,13 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("data.shuffle=maybe", r"data\.shuffle = 'maybe' is refused: it must be true or false"),
         ("run.seed=true", r"run\.seed = True is refused: it must be a whole number, at least 0"),
         ("train.device=tpu", r"train\.device = 'tpu' is refused: it must be 'cpu', 'cuda' or"),
-        ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: it must be text"),
         ("store.path=${STORE}", r"store\.path = '\$\{STORE\}' still holds a placeholder; put the"),
         ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such"),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
         ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not"),
-        ("run.name=[a", r"--set 'run\.name=\[a': the value is not valid YAML"),
-        ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML:"),
+        ("train.keep=[a", r"--set 'train\.keep=\[a': the value is not valid YAML"),
+        ("run.seed=2024-13-01", r"--set 'run\.seed=2024-13-01': the value is not valid YAML:"),
         ("train.mini_prompts=30", r"train\.train_prompts=512 is not a multiple of"),
         ("train.num_ranks=7", r"train\.mini_prompts=32 x rollout\.group_size=16 = 512 responses"),
         ("sampler.gen_prompts=51", r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 ="),
