@@ -21,7 +21,11 @@ SmokeOption = Annotated[
 StoreOption = Annotated[Path, typer.Option(help="Artifact store.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable. Values are YAML, for text keys the text as typed."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change a key; repeatable. Values are YAML, for text keys the text as typed.",
+    ),
 ]
 GateOption = Annotated[
     list[str] | None,

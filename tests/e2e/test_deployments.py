@@ -319,11 +319,7 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     for task_run in task_runs:
         task_run["states"] = site.ask("GET", f"/task_run_states/?task_run_id={task_run['id']}")
     tasks = [
-        {
-            run["name"].rpartition("-")[0] or run["name"]: run
-            for run in task_runs
-            if run["flow_run_id"] == flow_run["id"]
-        }
+        {run["name"]: run for run in task_runs if run["flow_run_id"] == flow_run["id"]}
         for flow_run in flow_runs
     ]
     logs = site.ask("POST", "/logs/filter", sort="TIMESTAMP_ASC")
@@ -335,7 +331,7 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def test_states_show_whether_and_when_a_stage_was_built(seen: Seen) -> None:
     message = r"built in \d+\.\d s on \d{4}-\d\d-\d\d, key [0-9a-f]{16}"
-    for label in ("prepare-data", "fetch_model", "train-policy"):
+    for label in ("prepare_data", "fetch_model", "train_policy"):
         first, second = (tasks[label]["state"] for tasks in seen.tasks[:2])
         assert [(state["type"], state["name"]) for state in (first, second)] == [
             ("COMPLETED", "Completed"),
@@ -352,7 +348,7 @@ def test_states_show_whether_and_when_a_stage_was_built(seen: Seen) -> None:
 
 
 def test_a_killed_child_is_retried_with_the_reason_in_the_log(seen: Seen) -> None:
-    run = seen.tasks[0]["train-policy"]
+    run = seen.tasks[0]["train_policy"]
     names = [state["name"] for state in sorted(run["states"], key=lambda state: state["timestamp"])]
     assert names == ["Pending", "Running", "AwaitingRetry", "Retrying", "Completed"]
     [line] = [
@@ -367,7 +363,7 @@ def test_a_killed_child_is_retried_with_the_reason_in_the_log(seen: Seen) -> Non
 
 
 def test_a_permanent_error_is_not_retried_and_is_one_line(seen: Seen) -> None:
-    run = seen.tasks[2]["train-policy"]
+    run = seen.tasks[2]["train_policy"]
     assert (run["run_count"], run["state"]["name"]) == (1, "Failed")
     for state in (run["state"], seen.flow_runs[2]["state"]):
         assert (
@@ -379,7 +375,7 @@ def test_a_permanent_error_is_not_retried_and_is_one_line(seen: Seen) -> None:
 
 
 def test_a_timeout_names_the_key(seen: Seen) -> None:
-    run = seen.tasks[3]["train-policy"]
+    run = seen.tasks[3]["train_policy"]
     assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (
         1,
         "TimedOut",
@@ -395,7 +391,7 @@ def test_a_timeout_names_the_key(seen: Seen) -> None:
 def test_a_stages_artifact_links_to_its_inputs(seen: Seen) -> None:
     first, second, *_ = seen.of("arith-cpu-train-policy")
     assert (first["type"], first["flow_run_id"]) == ("markdown", seen.flow_runs[0]["id"])
-    assert first["task_run_id"] == seen.tasks[0]["train-policy"]["id"]
+    assert first["task_run_id"] == seen.tasks[0]["train_policy"]["id"]
     assert first["description"].startswith("built in ")
     assert second["description"].startswith("cached, built in ")
     assert str(seen.folder / "store" / "train_policy") in first["data"]
