@@ -204,12 +204,22 @@ def trainings_of(script: Script) -> list[Training]:
 
 
 def _entry(texts: Sequence[str]) -> int | None:
-    """Return the place of the trainer's entry point: after `-m` or an interpreter."""
+    """Return the place of the trainer's entry point: after `-m` or an interpreter.
+
+    As an argument of another program, such as `-m py_compile`, it must be followed by settings.
+    """
     for at, text in enumerate(texts):
-        if at and ENTRY.fullmatch(text):
-            names = [PurePosixPath(each).name for each in texts[:at]]
-            if names[-1] == "-m" or any(INTERPRETER.fullmatch(each) for each in names):
-                return at
+        if not at or not ENTRY.fullmatch(text) or texts[at - 1] == "-c":
+            continue
+        before, after = texts[:at], texts[at + 1 :]
+        is_argument = "-m" in before or any(each.endswith(".py") for each in before)
+        is_run = any(INTERPRETER.fullmatch(PurePosixPath(each).name) for each in before)
+        has_settings = any(
+            LIKE_OVERRIDE.fullmatch(each) or each.partition("=")[0] in CONFIG_OPTIONS
+            for each in after
+        )
+        if before[-1] == "-m" or (is_run and (not is_argument or has_settings)):
+            return at
     return None
 
 

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from durable import parse_json
 from eval.answers.choice import are_options
 from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
+from eval.problems import ProblemsError
 from eval.problems.columns import final_answer
+from eval.problems.formats import rows_in
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
+from eval.problems.values import Unusable, text_in
+from eval.requests.identity import encodable
 from eval.requests.recorder import regrade_row
 from eval.requests.replies import read_content, read_count
 from eval.results.rows import (
@@ -103,15 +106,9 @@ def read_log(path: Path) -> Log:
     """Read a log in any supported format. Raises ResultsError."""
     file = _file_at(path)
     try:
-        if file.suffix == ".json" and (content := json.loads(file.read_text(encoding="utf-8"))):
-            if "eval" in content:
-                log = _read_inspect(content)
-            else:  # OpenCompass's object of rows by index, which AISBench wrote before version 3
-                rows = [{"id": index, **row} for index, row in content.items()]
-                log = _read_aisbench(file, rows)
-        else:
-            lines = list(_lines_of(file))
-            log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
+        log = _read_file(file)
+    except ProblemsError as error:
+        raise ResultsError(str(error)) from None
     except ResultsError as error:
         raise ResultsError(f"{file}: {error}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -121,15 +118,12 @@ def read_log(path: Path) -> Log:
     return replace(log, rows=list(_numbered(log.rows)))
 
 
-def _lines_of(file: Path) -> Iterator[Any]:
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                yield parse_json(line)
-            except ValueError as error:
-                raise ResultsError(
-                    f"line {number} is not JSON ({error}); correct or remove it"
-                ) from None
+def _read_file(file: Path) -> Log:
+    if file.suffix == ".json" and "eval" in (content := json.loads(file.read_bytes())):
+        return _read_inspect(content)
+    # AISBench before version 3 and OpenCompass write an object of rows by index, without ids
+    lines = [{"id": number, **line} for number, line in enumerate(rows_in(file))]
+    return _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
 
 
 def _numbered(rows: Sequence[Row]) -> Iterator[Row]:
@@ -161,7 +155,7 @@ def _file_at(path: Path) -> Path:
 def _row(identity: object, prompt: Prompt, response: object, gold: object, **others: Any) -> Row:
     """Make an ungraded row. Raises ResultsError if the response or the gold answer is not text."""
     is_failed = response is None or others.get("failure") is not None
-    text = None if is_failed else _text_of(response, f"row {identity}: the response")
+    text = None if is_failed else encodable(_text_of(response, f"row {identity}: the response"))
     fields: dict[str, Any] = {
         "finish_reason": None,
         "response_tokens": None,
@@ -174,8 +168,18 @@ def _row(identity: object, prompt: Prompt, response: object, gold: object, **oth
         "failure": "no response in the log" if is_failed else None,
     }
     known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": text}
-    gold = final_answer(_text_of(gold, f"row {identity}: the gold answer"))
-    return Row(**{**fields, **known, "gold": gold, **others})
+    return Row(**{**fields, **known, "gold": _gold_of(gold, identity), **others})
+
+
+def _gold_of(value: object, identity: object) -> str:
+    """Return the gold answer of a row, read like those of problem files. Raises ResultsError."""
+    try:
+        gold = text_in(value, "gold answer")
+    except Unusable as error:
+        raise ResultsError(f"row {identity}: {error}; correct this row") from None
+    if gold is None:
+        raise ResultsError(f"row {identity}: no gold answer; correct this row")
+    return final_answer(gold)
 
 
 def _text_of(value: object, what: str) -> str:
@@ -255,7 +259,7 @@ def _options_row(line: Mapping[str, Any]) -> Row:
         if one["arg_0"] == prompt
     ]
     options = [option for option, _ in pairs]
-    target = _text_of(line["target"], f"document {line['doc_id']}: the target").strip()
+    target = _gold_of(line["target"], line["doc_id"])
     gold = options[int(target)] if target.isdecimal() and int(target) < len(options) else target
     if len(set(options)) < 2 or gold not in options:
         raise ResultsError(

@@ -28,7 +28,7 @@ _DELIMITERS = ",;\t|"
 ChooseColumns = Callable[[Sequence[str]], Sequence[str] | None]  # None: all
 
 
-def rows_in(file: Path, choose: ChooseColumns) -> Iterator[Row]:
+def rows_in(file: Path, choose: ChooseColumns = lambda _: None) -> Iterator[Row]:
     """Yield the rows of a file, each with all columns seen so far; `choose` selects of parquet.
 
     Raises ProblemsError for a file that is unreadable.

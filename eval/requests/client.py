@@ -11,10 +11,10 @@ import aiohttp
 import orjson
 
 from downloads.errors import seconds_from_now
+from eval.advice import advise
 from eval.endpoint import Endpoint, Sampling, address_of
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
-from eval.requests.advice import advise
 from eval.requests.identity import (
     Weights,
     encodable,

@@ -142,7 +142,7 @@ def train(
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
-    tracked = partial(_reported, settings, _folder(output), quiet, _track_words(config, overrides))
+    tracked = partial(_reported, settings, output, quiet, _track_words(config, overrides))
     if settings.train.backend != "own":
         from tasks.external.launch import Inputs
         from tasks.external.training import train_with_other
@@ -170,12 +170,16 @@ def train(
 def _reported(
     settings: Config, output: Path, is_quiet: bool, words: list[str]
 ) -> Iterator[Callable[[int, dict[str, float]], None]]:
-    """Run the recipe's trackers beside a training; yields what to call after each step."""
+    """Run the recipe's trackers beside a training; yields what to call after each step.
+
+    Leaves no output folder if the training's checks fail.
+    """
     from tasks.execution.progress import StepProgress
     from tasks.tracking.processes import tracking
 
     steps = StepProgress(settings.train.total_steps)
-    with tracking(settings.train.trackers, output, [str(output), *words]) as trackers:
+    trackers_of = tracking(settings.train.trackers, output, [str(output), *words])
+    with _output_folder(output), trackers_of as trackers:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if not is_quiet:
@@ -327,23 +331,18 @@ def serve(
     serve_until_interrupted(model, settings.served, os.environ)
 
 
-def _folder(path: Path) -> Path:
+@contextlib.contextmanager
+def _output_folder(path: Path) -> Iterator[None]:
+    """Create an output folder, and remove it if the block fails before any file is in it."""
     from dapo_core.errors import ConfigError
 
+    is_created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot create --output {path}: {error.strerror}; choose another folder"
         ) from None
-    return path
-
-
-@contextlib.contextmanager
-def _output_folder(path: Path) -> Iterator[None]:
-    """Create an output folder, and remove it if the block fails before any file is in it."""
-    is_created = not path.exists()
-    _folder(path)
     try:
         yield
     except BaseException:

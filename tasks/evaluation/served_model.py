@@ -17,8 +17,8 @@ import httpx
 
 from downloads.nearest import nearest
 from durable import write_atomically
+from eval.advice import advise
 from eval.endpoint import Endpoint, address_of
-from eval.requests.advice import advise
 from eval.requests.identity import LogProbs, Weights, probe_requests, read_logprobs
 from redaction import redact
 from tasks.artifacts.artifact import canonical_json

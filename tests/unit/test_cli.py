@@ -293,6 +293,13 @@ def test_an_unusable_output_folder_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_training_that_fails_its_checks_leaves_no_output_folder(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    paths = ("--data", tmp_path / "t.parquet", "--model", tmp_path / "no")
+    assert "does not exist" in refusal("train", CONFIG, *paths, "--output", output)
+    assert not output.exists()
+
+
 def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": text}] for text in ("1 + 1?", " ", "2 + 2?", "")]
     rows = [

@@ -20,6 +20,7 @@ WITHOUT_EFFECT = (
     "downloads",
     "durable.py",
     "eval/__init__.py",
+    "eval/advice.py",
     "eval/report",
     "heartbeat.py",
     "redaction.py",

@@ -198,10 +198,13 @@ def test_the_answers_of_gold_solutions_in_a_log_are_read_as_in_gsm8k_and_math(
         + generated(1, "We add.\nIt is $\\boxed{18}$, as claimed.", "\\boxed{18}")
         + generated(2, [" 18"], [["#### 18"]])
         + generated(3, 18, "#### 19")
+        + generated(4, "['18']", "\\boxed{18}")
+        + generated(5, True, "\\boxed{\\text{true}}")
     )
     summary = import_log(file, tmp_path / "out")
     assert fields_of(tmp_path / "out", "gold", "verdict") == [
-        *(("1,018", "right"), ("18", "right"), ("18", "right"), ("18", "wrong"))
+        *(("1,018", "right"), ("18", "right"), ("18", "right"), ("18", "wrong")),
+        *(("18", "right"), ("True", "right")),
     ]
     recorded = {"max_tokens": 256, "stop": ["Question:"], "temperature": None, "seed": None}
     assert recorded.items() <= summary.settings["sampling"].items()
@@ -216,10 +219,9 @@ def test_the_answers_of_gold_solutions_in_a_log_are_read_as_in_gsm8k_and_math(
             r"2 of 2 gold answers .* of row 0: every",
         ),
         ("word " * 21, "72", r"whole texts, such as .*write the final answers into the log"),
-        (["7", "2"], "72", r"row 0: the gold answer is not text but a list of 2"),
-        (None, "72", "row 0: the gold answer is not text but NoneType"),
-        (True, "72", "row 0: the gold answer is not text but bool: True"),
-        ({"value": 72}, "72", r"row 0: the gold answer is not text but dict: {'value': 72}"),
+        (["7", "2"], "72", r"row 0: a list of 2 different values as gold answer"),
+        (None, "72", "row 0: no gold answer"),
+        ({"value": {"x": 72}}, "72", "row 0: an object as gold answer"),
         ("72", {"text": "72"}, "row 0: the response is not text but dict"),
     ],
 )
@@ -236,7 +238,7 @@ def test_a_log_whose_answers_are_no_answers_is_refused_and_not_graded_wrong(
 def test_a_damaged_line_of_a_log_is_named_and_not_dropped(tmp_path: Path) -> None:
     file = tmp_path / "samples_x_1.jsonl"
     file.write_text(generated(0, "1", "1") + "\n" + generated(1, "1", "1")[:-9])
-    with pytest.raises(ResultsError, match=r"samples_x_1\.jsonl: line 3 is not JSON"):
+    with pytest.raises(ResultsError, match=r"samples_x_1\.jsonl .*JSON parse error in line 3"):
         read_log(file)
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval import InputError
+from eval.advice import advise
 from eval.endpoint import Endpoint, Sampling
-from eval.requests.advice import advise
 from eval.requests.replies import Answer, ReplyError, read_answer, read_echoed
 from flows.config import load_config_or_defaults
 from tasks.evaluation.settings import sampling_of

@@ -168,6 +168,7 @@ RUN = f"{MAIN} {TWO}"
         f"sudo -E env A=b {RUN}",
         f"CMD='{RUN}'\necho $CMD\neval $CMD",
         f"$PY -m verl.trainer.main_ppo {TWO}",
+        f"python -m debugpy --listen 5678 verl/trainer/main_ppo.py {TWO}",
     ],
 )
 def test_a_training_is_found_behind_launchers(tmp_path: Path, text: str) -> None:
@@ -192,6 +193,10 @@ def test_a_training_is_found_behind_launchers(tmp_path: Path, text: str) -> None
         "[ -f cli/train_grpo.py ] && diff cli/train_grpo.py x",
         "pkill -f 'python3 -m verl.trainer.main_ppo'",
         "docker cp verl/trainer/main_ppo.py c:/x",
+        "python -m py_compile verl/trainer/main_ppo.py",
+        "python3 -m compileall verl/trainer/main_ppo.py cli/train_grpo.py",
+        "python tools/check.py verl/trainer/main_ppo.py",
+        "python -c 'import verl.trainer.main_ppo'",
     ],
 )
 def test_a_command_that_only_names_the_trainer_is_no_training(tmp_path: Path, text: str) -> None:
