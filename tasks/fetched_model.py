@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,12 @@ from rich.filesize import decimal
 
 import downloads
 from dapo_core.errors import ConfigError, ModelError
-from dapo_core.model.folder import files_to_fetch, read_config, require_model_folder
+from dapo_core.model.folder import (
+    files_to_fetch,
+    read_config,
+    require_model_folder,
+    skipped_links,
+)
 from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
 from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
@@ -29,6 +35,8 @@ from tasks.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = (
     "chat_template.jinja"  # takes precedence over tokenizer_config.json in transformers and vLLM
@@ -134,12 +142,15 @@ def link_model_folder(model: ModelConfig, folder: Path) -> int:
     """Hard-link the files of model.path into `folder`, with the additions; returns their bytes.
 
     Files are copied if links are impossible. Symbolic links within a Hugging Face cache become
-    files. Raises ModelError for links that lead elsewhere.
+    files. Links that lead elsewhere are skipped; raises ModelError if the model needs them.
     """
     source = Path(str(model.path))
     require_model_folder(source)
-    num_bytes = 0
-    for path in sorted(source.rglob("*")):
+    num_bytes, skipped = 0, skipped_links(source)
+    if skipped:
+        names = ", ".join(path.name for path in sorted(skipped))
+        logger.info("%s: skipped %s, links out of the folder", source, names)
+    for path in sorted({*source.rglob("*")} - skipped):
         target = folder / path.relative_to(source)
         if path.is_dir():
             target.mkdir()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+_PART_SUFFIXES = _SMALL_FILES | {".safetensors", ".py"}
+_PART_NAMES = ("LICENSE", CHAT_TEMPLATES)
 _SIZES = (
     "model_type",
     "vocab_size",
@@ -69,6 +71,7 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
         raise ModelError(
             f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder"
         )
+    skipped_links(folder)
     missing = [
         part
         for part, patterns in _PARTS
@@ -86,7 +89,6 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
             f"Face folder{hint}"
         )
-    require_own_files(folder)
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]
     pointers = [path.name for path in files if is_lfs_pointer(path)]
     if pointers:
@@ -130,32 +132,38 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def require_own_files(folder: Path) -> None:
-    """Raise ModelError for a symlink that leads out of the folder: it could expose any file.
+def skipped_links(folder: Path) -> set[Path]:
+    """Return the links that lead out of the folder or nowhere, and are not part of the model.
 
-    A snapshot in a Hugging Face cache may link to its blobs.
+    Raises ModelError for those that are: a link could expose any file. A snapshot in a Hugging Face
+    cache may link to its blobs.
     """
     root = folder.resolve()
     allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    skipped = set()
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink():
             continue
-        target = _target_of(path)
-        if not any(target.is_relative_to(parent) for parent in allowed):
+        fault = _fault_of(path, allowed)
+        if fault and (path.suffix in _PART_SUFFIXES or path.name.startswith(_PART_NAMES)):
             raise ModelError(
-                f"{path} is a link to {target}, outside the model folder; replace it with a copy, "
-                "or set model.path to the folder with the files"
+                f"{path} is {fault}; replace it with a copy, or set model.path to the folder with "
+                "the files"
             )
+        if fault:
+            skipped.add(path)
+    return skipped
 
 
-def _target_of(link: Path) -> Path:
-    """Return the target of a link; raises ModelError for a circular link."""
+def _fault_of(link: Path, allowed: Sequence[Path]) -> str:
+    """Return what is wrong with a link; "" if it leads to a file in one of the folders."""
     try:
-        return link.resolve()
+        target = link.resolve()
     except (RuntimeError, OSError):  # a circle: RuntimeError before Python 3.13
-        raise ModelError(
-            f"{link} is a circular link to {link.readlink()}; replace it with the file"
-        ) from None
+        return f"a circular link to {link.readlink()}"
+    if not any(target.is_relative_to(parent) for parent in allowed):
+        return f"a link to {target}, outside the model folder"
+    return "" if target.exists() else f"a link to {target}, which does not exist"
 
 
 def weight_paths(folder: Path) -> list[Path]:
@@ -205,7 +213,11 @@ def _main_weights(names: Iterable[str], has_index: bool) -> list[str]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the folder's files but weights: config, tokenizer, templates, generation config."""
+    """Return the folder's files but weights: config, tokenizer, templates, generation config.
+
+    Raises ModelError for one that is a link out of the folder.
+    """
+    skipped = skipped_links(folder)
     return [
         path
         for path in sorted((*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")))
@@ -213,12 +225,12 @@ def model_files(folder: Path) -> list[Path]:
         and path.suffix not in WEIGHT_SUFFIXES
         and not path.name.endswith(".index.json")
         and path.name not in MANIFESTS
+        and path not in skipped
     ]
 
 
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy a model folder without weights; raises ModelError for a link that leads out."""
-    require_own_files(source)
     files = model_files(source)
     for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
         folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 NUM_MEASURED = 256  # prompts of a set that are tokenized: those with the longest texts
 NUM_SCORED = 3  # gold answers per data source that the scorer is tried on
+BENCHMARK_ADVICE = (
+    "a model trained on a benchmark cannot be compared with published results on it: train on "
+    "another set (dapo datasets)"
+)
 SHOWN_CHARACTERS = 160  # of a prompt's end, where it says how to answer
 # Answer formats that prompts ask for, and the response that gives one.
 FORMS = {"\\boxed{}": "\\boxed{%s}", "Answer:": "Answer: %s", "####": "#### %s"}
@@ -156,15 +160,15 @@ def check_overlap(config: ChainConfig, inputs: Inputs, findings: Findings) -> No
                 _, warning = rows_to_drop(hits, len(texts), config.data.contamination)
                 if warning:
                     findings.add("contamination", WARN, warning, "use other problems in data.eval")
-        known = SETS.get(name)
-        if known is not None and (not known.train or known.num_items == len(texts)):
-            findings.add(
-                "benchmark",
-                WARN,
-                f"data.train has the {len(texts)} problems of the benchmark {name}",
-                "a model trained on them cannot be compared with published results on it: train on "
-                "another set (dapo datasets)",
-            )
+        if is_benchmark(name, len(texts)):
+            found = f"data.train has the {len(texts)} problems of the benchmark {name}"
+            findings.add("benchmark", WARN, found, BENCHMARK_ADVICE)
+
+
+def is_benchmark(name: str, num_problems: int) -> bool:
+    """True if training on so many distinct problems of the set is training on a benchmark."""
+    known = SETS.get(name)
+    return known is not None and (not known.train or known.num_items == num_problems)
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:

@@ -23,7 +23,12 @@ from tasks.config.data import ColumnsConfig
 from tasks.data.reading import CONTRADICTED, SetCount, here, iterate_source, to_row
 from tasks.data.sources import train_sources
 from tasks.preflight.model import ModelFacts
-from tasks.preflight.prompts import longest_prompt, prompt_tokens
+from tasks.preflight.prompts import (
+    BENCHMARK_ADVICE,
+    is_benchmark,
+    longest_prompt,
+    prompt_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +103,11 @@ def data_sets(
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
     value, path = data_set(train, "data", columns), Path(train)
+    if held_out is not None and path.is_file() and _is_same(path, Path(held_out)):
+        raise ConfigError(
+            f"--eval {held_out} is the file of --data, and accuracy on trained problems says "
+            "little: leave out --eval to hold out a part of it, or name other problems"
+        )
     if held_out is None and path.is_dir() and files_of(path, "test") != files_of(path, "train"):
         held_out = train
     parts = {
@@ -112,7 +122,10 @@ def data_sets(
     kept = _usable_rows(path, value, facts, count)
     one = value[0] if isinstance(value, list) else {"set": value}
     if one["set"] in SETS:  # a part must not use the name of the set: accuracy would not compare
-        one, rows = {"set": train}, _solved(problem for _, problem, _ in kept)
+        rows = _solved(problem for _, problem, _ in kept)
+        if held_out is None and is_benchmark(one["set"], len({row["problem"] for row in rows})):
+            logger.warning("%s is the benchmark %s: %s", train, one["set"], BENCHMARK_ADVICE)
+        one = {"set": train}
     else:
         rows = [dict(row) for _, _, row in kept]
     written = {"train": rows} if count.refused else {}
@@ -122,6 +135,10 @@ def data_sets(
         file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return other.exists() and path.samefile(other)
 
 
 def _usable_rows(path: Path, value: Any, facts: ModelFacts | None, count: SetCount) -> list[Found]:

@@ -114,7 +114,7 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
 def test_devices_are_split_between_ranks_and_engines(
     folder: Path, kind: str, devices: int, ranks: int, workers: int, placement: str
 ) -> None:
-    config = written("r", held_out="data/questions.csv", machine=Machine(kind, devices, 64))
+    config = written("r", held_out="arithmetic", machine=Machine(kind, devices, 64))
     assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (
         kind,
         ranks,
@@ -160,6 +160,26 @@ def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(fold
     assert "train: g.train.jsonl" in Path("g.yaml").read_text()
     row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
+
+
+@pytest.mark.parametrize(("num_rows", "is_warned"), [(1319, True), (200, False)])
+def test_training_on_a_part_of_a_benchmark_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture, num_rows: int, is_warned: bool
+) -> None:
+    rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(num_rows)]
+    Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written("g", "g.jsonl")
+    assert ("g.jsonl is the benchmark gsm8k: a model trained on" in caplog.text) == is_warned
+
+
+def test_evaluating_on_the_training_file_is_refused_at_once(folder: Path) -> None:
+    Path("link.csv").symlink_to("data/questions.csv")
+    for held_out in ("data/questions.csv", "data/../data/questions.csv", "link.csv"):
+        with pytest.raises(ConfigError, match=rf"--eval {held_out} is the file of --data"):
+            written("a", held_out=held_out)
+    Path("copy.csv").write_bytes(Path("data/questions.csv").read_bytes())
+    failed = examine(written("a", held_out="copy.csv")).failed
+    assert [finding.check for finding in failed] == ["contamination"]
 
 
 def test_columns_are_guessed_or_given(folder: Path) -> None:

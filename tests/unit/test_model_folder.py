@@ -17,10 +17,11 @@ from dapo_core.model.folder import (
     files_to_fetch,
     model_fingerprint,
     require_model_folder,
-    require_own_files,
     require_reference,
 )
 from dapo_core.model.tensors import weight_files, weight_names
+from tasks.config import ModelConfig
+from tasks.fetched_model import link_model_folder
 from tests.tiny_models import build_tiny_qwen3
 
 
@@ -104,14 +105,35 @@ def test_links_may_only_lead_to_the_blobs_of_a_cache(tmp_path: Path) -> None:
         require_model_folder(snapshot)
 
 
-@pytest.mark.parametrize("name", ["config.json", "notes", "model.safetensors"])
-def test_circular_links_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_circular_and_broken_links_are_refused(tmp_path: Path, name: str) -> None:
     folder = build_tiny_qwen3(tmp_path / "model")
-    (folder / name).unlink(missing_ok=True)
+    (folder / name).unlink()
     (folder / name).symlink_to("other")
+    with pytest.raises(ModelError, match=rf"{name} is a link to .*other, which does not exist;"):
+        require_model_folder(folder)
     (folder / "other").symlink_to(name)
     with pytest.raises(ModelError, match=rf"{name} is a circular link to other; replace it"):
-        require_own_files(folder)
+        require_model_folder(folder)
+
+
+def test_links_that_a_model_does_not_need_are_skipped(tmp_path: Path) -> None:
+    folder, copy, linked = (
+        build_tiny_qwen3(tmp_path / "model"),
+        tmp_path / "copy",
+        tmp_path / "linked",
+    )
+    files = {path.name for path in folder.iterdir()}
+    (tmp_path / "secret").write_text("secret")
+    targets = {"README.md": "../secret", "logs": "..", "gone.bin": "gone", "loop": "loop"}
+    for name, target in targets.items():
+        (folder / name).symlink_to(target)
+    require_model_folder(folder)
+    copy_model_files(folder, copy)
+    linked.mkdir()
+    link_model_folder(ModelConfig(path=str(folder)), linked)
+    assert {path.name for path in linked.iterdir()} == files
+    assert {path.name for path in copy.iterdir()} == files - {"model.safetensors"}
 
 
 SMALL = ["config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]

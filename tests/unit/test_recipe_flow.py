@@ -65,8 +65,8 @@ def test_an_invalid_value_fails_the_flow_before_it_writes_anything(
 def test_a_flow_waits_for_its_artifacts_to_be_sent() -> None:
     sent: list[str] = []
     page.sender.submit(lambda: (time.sleep(0.2), sent.append("report")))
-    for hook in dapo_full.on_completion_hooks:
-        hook(dapo_full, None, None)  # type: ignore[arg-type]
+    for hook in dapo_full.on_cancellation_hooks[:1]:
+        hook(flow=dapo_full, flow_run=None, state=None)  # as when cancelled in the Prefect UI
     assert sent == ["report"]
 
 
