@@ -28,6 +28,7 @@ from dapo_core.config.sampler import SamplerConfig
 from dapo_core.draw.account import Draw
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt, PromptStream
+from dapo_core.draw.report import DrawProgress
 from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import NO_LOG_PROBS, FinishReason, Response
 from dapo_core.reward.scorers import Verdict
@@ -213,9 +214,8 @@ def simulate(
     """Draw `num_steps` steps with the sampler."""
     engines: Any = SimulatedEngines(num_engines, num_slots)
     prompts = [Prompt(0, (), "simulated", "")]
-    sampler = Sampler(
-        engines, PromptStream(prompts, 0, False), train_prompts, settings, clock=lambda: engines.now
-    )
+    progress = DrawProgress(train_prompts, str, clock=lambda: engines.now)
+    sampler = Sampler(engines, PromptStream(prompts, 0, False), settings, progress)
     draws, drawn_in, ages = list[Draw](), dict[int, int](), list[int]()
     for step in range(1, num_steps + 1):
         drawn = sampler.stream.position

@@ -23,7 +23,7 @@ actor dies, all restart from the last checkpoint (training.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,10 @@ from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.config.compat import Compat
 from dapo_core.draw.account import Draw
+from dapo_core.draw.groups import Group
+from dapo_core.draw.report import DrawProgress
 from dapo_core.draw.sampler import Sampler
+from dapo_core.draw.texts import decoder, rollout_rows
 from dapo_core.machine.device import device_for
 from dapo_core.machine.stopping import StopRequest
 from dapo_core.machine.timers import PhaseTimer
@@ -45,6 +48,7 @@ from dapo_core.metrics.engine_checks import probe_difference, require_sampled_al
 from dapo_core.metrics.flops import ActorUtilization
 from dapo_core.metrics.log import MetricsLog, format_step
 from dapo_core.metrics.step import draw_metrics, timing_metrics, training_metrics
+from dapo_core.metrics.step_files import ROLLOUTS, StepFiles
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.turns import Turns
 
@@ -81,9 +85,12 @@ class Trainer:
         self.validation = validation
         self.output_dir = output_dir
         self.identity = dict(identity)
-        num_prompts, compat = config.train.train_prompts, Compat.of(config.algorithm)
+        self.decode = decoder(validation.tokenizer)
+        self.rollouts = StepFiles(output_dir, ROLLOUTS)
+        progress = DrawProgress(config.train.train_prompts, self.decode)
+        compat, is_deterministic = Compat.of(config.algorithm), config.run.deterministic
         self.sampler = Sampler(
-            cluster.rollouts, stream, num_prompts, config.sampler, compat, config.run.deterministic
+            cluster.rollouts, stream, config.sampler, progress, compat, is_deterministic
         )
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
@@ -128,6 +135,7 @@ class Trainer:
         with timer.phase("metrics"):
             metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
             metrics |= self.turns.memory_metrics()
+        self._save_rollouts(number, draw.groups, timer)
         self._keep(metrics, timer)
         metrics |= timing_metrics(timer.read(), draw.groups, config.num_devices)
         self._log(number, metrics)
@@ -152,9 +160,10 @@ class Trainer:
         if checkpoint is None:
             self.stream.position = 0
             self.log = MetricsLog(self.output_dir, None)
-            self.validation.begin()
+            self._begin_files(None)
             return
         state = read_state(checkpoint)
+        self._begin_files(state.step)
         self.num_steps, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
         if state.identity == self.identity:
@@ -230,6 +239,19 @@ class Trainer:
         metrics |= {"training/global_step": 0.0, "timing_s/testing": timer.seconds["testing"]}
         self._log(0, metrics)
         return metrics
+
+    def _begin_files(self, last_step: int | None) -> None:
+        for files in (self.rollouts, self.validation.files):
+            files.begin(last_step)
+
+    def _save_rollouts(self, number: int, groups: Sequence[Group], timer: PhaseTimer) -> None:
+        """Save responses as text, before the step's checkpoint: a resume does not miss them."""
+        train = self.config.train
+        every = train.save_rollouts_every
+        if groups and (is_due(number, every, train.total_steps) or (every and number == 1)):
+            with timer.phase("save_rollouts"):
+                saved = groups[: train.num_saved_prompts]
+                self.rollouts.write(number, rollout_rows(number, saved, self.decode))
 
     def _keep(self, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
         save_every, total_steps = self.config.checkpoint.save_every, self.config.train.total_steps

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.checkpoint.folder import GENERATIONS_FOLDER, generations_file
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.report import STALL_ADVICE
 from dapo_core.draw.source import GroupSource
+from dapo_core.draw.texts import decoder, text_row
 from dapo_core.draw.tokenizing import tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
+from dapo_core.metrics.step_files import GENERATIONS, StepFiles
 from dapo_core.model.sampling import Sampling
 from dapo_core.reward.routing import require_scorers
-from durable import write_atomically
 from eval.problems.prompts import DEFAULT, find_template, make_messages
 from eval.problems.registry import OWN, read_held_out
 
@@ -64,7 +62,7 @@ class Validation:
     """Samples and scores responses to the held-out prompts with the engines' current weights.
 
     Writes the first response to a fixed subset of the prompts to generations/step_N.jsonl in
-    `folder`.
+    `output`.
     """
 
     def __init__(
@@ -72,12 +70,12 @@ class Validation:
         config: TrainingConfig,
         prompts: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
-        folder: Path,
+        output: Path,
     ) -> None:
         settings = config.validation
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.folder = folder / GENERATIONS_FOLDER
+        self.files = StepFiles(output, GENERATIONS)
         self.max_seconds = config.sampler.max_seconds_without_kept
         self.num_samples = settings.num_samples
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
@@ -88,36 +86,17 @@ class Validation:
             int
         ).tolist()  # evenly spaced, because prompts are ordered by set
 
-    def begin(self) -> None:
-        """Delete the responses of an earlier training in the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def run(self, source: GroupSource, step: int) -> dict[str, float]:
         """Validate after training step `step`; returns the metrics. Raises like `validate`."""
         rollouts = validate(
             source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples
         )
         metrics = validation_metrics(self.prompts, rollouts, step)
-        lines = [
-            self._generation(self.prompts[index], rollouts[index][0]) for index in self._logged
-        ]
-        if lines:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            write_atomically(generations_file(self.folder.parent, step), text)
+        if self._logged:
+            decode = decoder(self.tokenizer)
+            logged = ((self.prompts[index], rollouts[index][0]) for index in self._logged)
+            self.files.write(step, (text_row(*pair, decode) for pair in logged))
         return metrics
-
-    def _generation(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
-        return {
-            "set": prompt.dataset or prompt.data_source,
-            "prompt": self.tokenizer.decode(list(prompt.prompt_ids)),
-            "response": self.tokenizer.decode(rollout.response_ids.tolist()),
-            "answer": rollout.answer,
-            "gold": prompt.ground_truth,
-            "score": rollout.score,
-            "verdict": rollout.verdict,
-            "truncated": rollout.is_truncated,
-        }
 
 
 def validate(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from dapo_core.errors import ConfigError
+from dapo_core.draw.texts import shortened
+from dapo_core.errors import ConfigError, counted
 from dapo_core.memory.devices import GIB
 from dapo_core.memory.plan import PHASES
 from interop.table import BLOCKING
@@ -34,9 +37,12 @@ if TYPE_CHECKING:
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
+    from tasks.runs.rollouts import Sample
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WIDTH = 200  # without a terminal
+SHOWN_CHARACTERS = 2000  # of a prompt or response
 RUNS_WIDTH = 100  # for a list of runs, narrow enough to paste
 
 
@@ -213,6 +219,36 @@ def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
         )
     if not rows:
         typer.echo(f"no usable row among {count.read}")
+
+
+def print_sample(sample: Sample) -> None:
+    """Print responses of a training step: each prompt once, then a right and another response."""
+    counts = ", ".join(
+        f"{count} {verdict.replace('_', ' ')}" for verdict, count in sample.verdicts.most_common()
+    )
+    steps = ", ".join(map(str, sample.steps))
+    typer.secho(f"Training step {sample.step}: {counts or 'no response'}", bold=True)
+    typer.echo(f"{sample.path}\nsteps with a file: {steps}")
+    if sample.num_damaged:
+        typer.secho(f"{counted(sample.num_damaged, 'damaged line')} skipped", fg="yellow")
+    prompt = None
+    for row in sample.shown:
+        if row["prompt"] != prompt:
+            prompt = row["prompt"]
+            typer.secho(f"\n{row['set']}, gold answer {row['gold']!r}:", bold=True)
+            typer.echo(_indented(prompt))
+        colour = "green" if row["verdict"] == "right" else "red"
+        cut = ", cut" if row["truncated"] else ""
+        length = row.get("response_tokens", "?")
+        header = f"{row['verdict'].replace('_', ' ')}{cut}, score {row['score']:g}, {length} tokens"
+        typer.secho(f"  {header}, answer {row['answer']!r}:", fg=colour)
+        typer.echo(_indented(row["response"]))
+
+
+def _indented(text: str) -> str:
+    """The text, cut in the middle if it is long, without characters that control a terminal."""
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], shortened(text, SHOWN_CHARACTERS))
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:

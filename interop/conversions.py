@@ -86,6 +86,12 @@ save_every = _positive(
 )
 
 
+def rollout_files(value: Any, config: ForeignConfig) -> Outcome:
+    if not value:
+        return default("saves none there; here train.save_rollouts_every applies")
+    return taken(train__save_rollouts_every=1, train__num_saved_prompts=None)
+
+
 def resume(value: Any, config: ForeignConfig) -> Any:
     if value == "resume_path":
         return str(config["trainer.resume_from_path"])

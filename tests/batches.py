@@ -13,8 +13,16 @@ import torch
 from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
+from dapo_core.reward.scorers import Verdict
 
 UNSCORED = float("nan")  # the reward of a response whose scorer timed out
+NO_ANSWER = -2.0  # the reward of a response without an answer
+
+
+def verdict_of(reward: float) -> Verdict:
+    if math.isnan(reward):
+        return "timeout"
+    return "no_answer" if reward == NO_ANSWER else "right" if reward > 0 else "wrong"
 
 
 def make_group(
@@ -39,7 +47,7 @@ def make_group(
             finish_reason="stop",
             score=0.0 if math.isnan(reward) else reward,
             overlong_penalty=0.0,
-            verdict="timeout" if math.isnan(reward) else "right" if reward > 0 else "wrong",
+            verdict=verdict_of(reward),
             acc=float(reward > 0),
             versions=[(policy_version, length)] if length else [],
         )

@@ -13,6 +13,7 @@ from dapo_core.config.sampler import SamplerConfig
 from dapo_core.draw.account import Draw
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import Prompt, PromptStream
+from dapo_core.draw.report import DrawProgress
 from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import FinishReason, Response
 from tests.batches import make_group
@@ -160,15 +161,8 @@ def make_sampler(
     values = {"gen_prompts": 4, "max_num_gen_batches": 5, "max_staleness": 1, **settings}
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     sampler_settings = SamplerConfig.model_validate(values)
-    return Sampler(
-        source,
-        stream,
-        train_prompts,
-        sampler_settings,
-        compat,
-        is_deterministic,
-        clock or time.monotonic,
-    )
+    progress = DrawProgress(train_prompts, str, clock or time.monotonic)
+    return Sampler(source, stream, sampler_settings, progress, compat, is_deterministic)
 
 
 def booked(draw: Draw) -> dict[str, int]:

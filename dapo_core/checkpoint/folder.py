@@ -36,7 +36,6 @@ from durable import sync
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # folder in a training output
-GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 LATEST_FILE = "latest"
@@ -145,8 +144,3 @@ def _accuracy(checkpoint: Path) -> float | None:
     except CheckpointError as error:
         logger.warning("ignored when choosing the best checkpoint: %s", error)
         return None
-
-
-def generations_file(folder: Path, step: int) -> Path:
-    """Return the file of a training's validation responses after `step`."""
-    return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"

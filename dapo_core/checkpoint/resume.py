@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from dapo_core.checkpoint.folder import (
     CHECKPOINTS,
     DAMAGED,
-    GENERATIONS_FOLDER,
     LATEST_FILE,
     PARTIAL,
     checkpoint_folders,
@@ -28,6 +27,7 @@ from dapo_core.checkpoint.others import NEWEST_FILE, other_checkpoints
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 def _supersede(folder: Path) -> None:
     """Move checkpoints (also another trainer's), responses and metrics aside; the lock stays."""
-    beside = [folder.parent / name for name in (GENERATIONS_FOLDER, METRICS_FILE)]
+    beside = [folder.parent / name for name in (GENERATIONS, ROLLOUTS, METRICS_FILE)]
     other_trainer = [*(other.path for other in other_checkpoints(folder)), folder / NEWEST_FILE]
     # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
     # last.

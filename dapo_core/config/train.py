@@ -98,10 +98,18 @@ class TrainConfig(Section):
     on_lost_node: Literal["wait", "shrink"] = volatile(
         "wait", "wait: restart once devices suffice again; shrink: with fewer ranks and engines."
     )
+    save_rollouts_every: int = volatile(
+        10,
+        "Training steps between files of responses (rollouts/step_N.jsonl), also at the first and "
+        "the last step; 0: never.",
+        ge=0,
+    )
+    num_saved_prompts: int | None = volatile(
+        8, "Prompts per such file, with all their responses; unset: all of the step.", ge=1
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (),
-        "Experiment trackers that receive step metrics, validation responses and evaluation "
-        "results.",
+        "Experiment trackers that receive step metrics, some responses and evaluation results.",
     )
     tracker_project: str = volatile(
         "dapo-pipeline", "Project (in MLflow: experiment) in the trackers.", min_length=1

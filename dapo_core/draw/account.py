@@ -51,6 +51,9 @@ class TokenAccount:
     finished_groups: int = 0  # in this step
     num_right: int = 0  # right responses in the groups that finished in this step
     num_unscored: int = 0  # responses without a score in these groups
+    num_unread: int = 0  # responses with the verdict no_answer in these groups
+    num_answers: int = 0  # responses with an answer that the scorer reports in these groups
+    unread_groups: int = 0  # without signal, and no response has an answer; a part of all_wrong
     # by set: (score, is right)
     scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
     reward_seconds: float = 0.0  # engines were idle; only scoring was pending
@@ -62,11 +65,18 @@ class TokenAccount:
         if fate in self.lengths:
             self.lengths[fate].add(responses)
 
+    def add_without_signal(self, group: Group) -> None:
+        """Account for a group of equal rewards."""
+        self.add(fate_without_signal(group), group.rollouts)
+        self.unread_groups += all(rollout.verdict == "no_answer" for rollout in group.rollouts)
+
     def add_finished(self, group: Group) -> None:
         """Count a group that finished in this step, whatever its fate."""
         self.finished_groups += 1
         self.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
         self.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
+        self.num_unread += sum(rollout.verdict == "no_answer" for rollout in group.rollouts)
+        self.num_answers += sum(rollout.answer is not None for rollout in group.rollouts)
         self.lengths["finished"].add(group.rollouts)
         if group.prompt.dataset:
             scored = [rollout for rollout in group.rollouts if rollout.is_scored]
@@ -80,9 +90,15 @@ class TokenAccount:
 
     @property
     def without_signal(self) -> str:
-        """The groups without signal, such as `2 all right, 4 all wrong`."""
-        fates = NO_SIGNAL if self.groups["all_equal"] else NO_SIGNAL[:2]
-        return ", ".join(f"{self.groups[fate]} {fate.replace('_', ' ')}" for fate in fates)
+        """The groups without signal, such as `2 all right, 4 all wrong, 3 without an answer`."""
+        groups, num_unread = self.groups, self.unread_groups
+        parts = [
+            f"{groups['all_right']} all right",
+            f"{groups['all_wrong'] - num_unread} all wrong",
+        ]
+        parts += [f"{num_unread} without an answer"] if num_unread else []
+        parts += [f"{groups['all_equal']} all equal"] if groups["all_equal"] else []
+        return ", ".join(parts)
 
     @property
     def waste_ratio(self) -> float:

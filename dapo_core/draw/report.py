@@ -8,10 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dapo_core.draw.account import NO_SIGNAL, TokenAccount
+from dapo_core.draw.texts import Decode, example
 from dapo_core.errors import DapoError, RewardError, RolloutError, counted
 
 if TYPE_CHECKING:
     from dapo_core.config.sampler import SamplerConfig
+    from dapo_core.draw.groups import Group, Rollout
+    from dapo_core.draw.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +24,8 @@ STALL_ADVICE = (
     "sampler.max_seconds_without_kept or lower rollout.max_response_tokens"
 )
 LOG_SECONDS = 10.0
-HINT_GROUPS = 100
+HINT_GROUPS = 20
+NUM_EXAMPLES = 2
 
 
 class NotEnoughSignal(DapoError, RuntimeError):
@@ -29,12 +33,16 @@ class NotEnoughSignal(DapoError, RuntimeError):
 
 
 class DrawProgress:
-    """Logs the progress of a draw every 10 s."""
+    """Logs the progress of a draw every 10 s; `decode` turns tokens into text."""
 
-    def __init__(self, train_prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, train_prompts: int, decode: Decode, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.train_prompts = train_prompts
-        self._clock = clock
+        self.clock = clock
+        self._decode = decode
         self._has_hinted = False
+        self._examples: list[tuple[Prompt, Rollout]] = []
         self._step = 0
         self._began = self._next_log = 0.0
         self._num_carried = 0  # groups with signal carried over from earlier steps
@@ -42,8 +50,8 @@ class DrawProgress:
 
     def begin(self, step: int, num_carried: int) -> None:
         """Start the draw of training step `step`, which has `num_carried` groups already."""
-        self._step, self._num_carried = step, num_carried
-        self._began = now = self._clock()
+        self._step, self._num_carried, self._examples = step, num_carried, []
+        self._began = now = self.clock()
         self._next_log, self._last = now + LOG_SECONDS, (now, 0)
 
     def show(
@@ -52,8 +60,8 @@ class DrawProgress:
         """Log the progress, if due. `num_open_tokens`: in flight, sampled in this step."""
         if not self._has_hinted and not num_ready and account.finished_groups >= HINT_GROUPS:
             self._has_hinted = True
-            logger.warning("%s", _hint(account))
-        now = self._clock()
+            logger.warning("%s%s", _hint(account), self.examples())
+        now = self.clock()
         if now < self._next_log:
             return
         num_tokens = account.generated_tokens + num_open_tokens
@@ -71,6 +79,16 @@ class DrawProgress:
             self._remaining(now, num_ready),
         )
 
+    def remember(self, group: Group) -> None:
+        """Take a response of a group without signal as an example, if one is wanted."""
+        if len(self._examples) < NUM_EXAMPLES:
+            self._examples.append((group.prompt, group.rollouts[0]))
+
+    def examples(self) -> str:
+        """Return two responses of the step without signal, as the end of a message."""
+        shown = [example(*pair, self._decode) for pair in self._examples]
+        return f". Such as {'; '.join(shown)}" if shown else ""
+
     def _remaining(self, now: float, num_ready: int) -> str:
         num_new, num_left = num_ready - self._num_carried, self.train_prompts - num_ready
         if num_left <= 0:
@@ -81,38 +99,52 @@ class DrawProgress:
 
 
 def _hint(account: TokenAccount) -> str:
-    summary = (
+    return (
         f"the first {account.finished_groups} groups have no signal: {account.without_signal} "
-        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
+        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%}). {_cause(account)}"
     )
+
+
+def _cause(account: TokenAccount) -> str:
+    """Say why groups have no signal, as far as the responses show it, and what to change."""
+    num_finished = max(account.num_finished, 1)
     if account.groups["all_right"] > account.finished_groups / 2:
         return (
-            f"{summary} The prompts are too easy for the model: use harder ones, or raise "
-            "rollout.temperature"
+            "The prompts are too easy for the model: use harder ones, or raise rollout.temperature"
         )
-    finished = account.lengths["finished"]
-    if finished.num_cut > finished.num_responses / 2:
+    num_cut = account.lengths["finished"].num_cut
+    if num_cut > num_finished / 2:
         return (
-            f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut "
-            "by rollout.max_response_tokens: raise it, or use a model that ends its answers"
+            f"{num_cut / num_finished:.0%} of the responses are cut by "
+            "rollout.max_response_tokens: raise it, or use a model that ends its answers"
         )
+    if account.num_unread > num_finished / 2:
+        return (
+            f"The scorer finds no answer in {account.num_unread / num_finished:.0%} of the "
+            "responses: ask for the form that it reads, with solved examples if need be "
+            "(data.prompt_template, model.chat_template), or choose another scorer "
+            "(reward.scorers; exact reads every form)"
+        )
+    too_hard = (
+        "the prompts are too hard: use easier ones, show solved examples in the prompt "
+        "(data.prompt_template), or raise rollout.group_size"
+    )
+    if account.num_answers:
+        return f"The scorer reads answers, so {too_hard}"
     return (
-        f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo "
-        "doctor CONFIG` shows both), or the prompts are too hard: use easier ones, or raise "
-        "rollout.group_size"
+        "Either the model's answer format is not the one that the scorer reads (`dapo doctor "
+        f"CONFIG` shows both), or {too_hard}"
     )
 
 
 def finished_groups_message(account: TokenAccount) -> str:
     """Describe the step's finished groups by outcome, as a clause of an error."""
     unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
-    groups, num_finished = account.groups, account.finished_groups
-    equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
-    num_even = sum(groups[fate] for fate in NO_SIGNAL)
+    num_finished = account.finished_groups
+    num_even = sum(account.groups[fate] for fate in NO_SIGNAL)
     return (
-        f"of {num_finished} finished groups {groups['all_right']} were all right and "
-        f"{groups['all_wrong']} all wrong, "
-        f"{equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
+        f"of {num_finished} finished groups {account.without_signal}, "
+        f"{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
         f"{account.num_right / max(account.num_finished, 1):.1%})"
     )
 
@@ -136,21 +168,30 @@ def draw_summary(
 def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
     """Return the opening for a draw that was all right or all wrong; "" for other draws."""
     num_finished, groups = account.finished_groups, account.groups
-    for num_even, word in ((groups["all_right"], "right"), (groups["all_wrong"], "wrong")):
+    prompts = counted(num_finished, "prompt")
+    openings = (
+        (groups["all_right"], f"every response to the {prompts} was right"),
+        (account.unread_groups, f"the scorer finds no answer in any response to the {prompts}"),
+        (groups["all_wrong"], f"every response to the {prompts} was wrong"),
+    )
+    for num_even, opening in openings:
         if num_finished and num_even == num_finished and not account.num_unscored:
             return (
-                f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is "
-                f"nothing to learn from: this step needs {counted(train_prompts, 'prompt')} with "
-                "both right and wrong responses. "
+                f"{opening}, so there is nothing to learn from: this step needs "
+                f"{counted(train_prompts, 'prompt')} with both right and wrong responses. "
             )
     return ""
 
 
 def exhausted_message(
-    summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig
+    account: TokenAccount,
+    summary: str,
+    num_since_signal: int,
+    num_prompts: int,
+    settings: SamplerConfig,
 ) -> str:
     """Explain why a draw ends without enough groups and, for on_exhausted=raise, what to change."""
-    bound, reason = " or sampler.max_num_gen_batches", summary
+    bound, reason = "raise sampler.max_num_gen_batches, ", summary
     if not settings.max_num_gen_batches:
         bound = ""
         reason += (
@@ -160,8 +201,8 @@ def exhausted_message(
     if settings.on_exhausted != "raise":
         return reason
     return (
-        f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, "
-        "lower train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
+        f"{reason} {_cause(account)}. Otherwise {bound}lower train.train_prompts, or set "
+        "sampler.on_exhausted to train_partial or skip_step"
     )
 
 
@@ -174,12 +215,13 @@ def no_scores_error(account: TokenAccount) -> RewardError:
     )
 
 
-def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str) -> DapoError:
+def stalled_error(
+    account: TokenAccount, summary: str, num_since_signal: int, seconds: float, step: int
+) -> DapoError:
     """Return the error for a draw that kept no group for `seconds`."""
     message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
     if num_since_signal:
         return NotEnoughSignal(
-            f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or "
-            "raise sampler.max_seconds_without_kept"
+            f"{message} {_cause(account)}. Otherwise raise sampler.max_seconds_without_kept"
         )
     return RolloutError(f"{message} No group finished in this time. {STALL_ADVICE}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dapo_core.config.compat import OURS, Compat
-from dapo_core.draw.account import Draw, TokenAccount, fate_without_signal
+from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import (
@@ -59,20 +58,19 @@ class Sampler:
         self,
         source: GroupSource,
         stream: PromptStream,
-        train_prompts: int,
         settings: SamplerConfig,
+        progress: DrawProgress,
         compat: Compat = OURS,
         is_deterministic: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source = source
         self.stream = stream
-        self.train_prompts = train_prompts
+        self.train_prompts = progress.train_prompts
         self.settings = settings
+        self.progress = progress
         self.compat = compat
         self.is_deterministic = is_deterministic
-        self.clock = clock
-        self.progress = DrawProgress(train_prompts, clock)
+        self.clock = progress.clock
         self.surplus: list[Group] = []  # with signal, for later steps
         self.unfinished: list[GroupRequest] = []
         self._submitted: dict[int, int] = {}  # groups in flight: tokens at submission, by group id
@@ -172,7 +170,8 @@ class Sampler:
                 state.ready[group.group_id] = group
                 state.last_signal, state.finished_since_signal = self.clock(), 0
             else:
-                account.add(fate_without_signal(group), group.rollouts)
+                account.add_without_signal(group)
+                self.progress.remember(group)
                 state.finished_since_signal += 1
 
     def _has_signal(self, group: Group) -> bool:
@@ -211,17 +210,20 @@ class Sampler:
     def _give_up(self, state: _DrawState) -> None:
         """Apply on_exhausted: all draws are used up and nothing is in flight."""
         outcome, num_prompts = self.settings.on_exhausted, len(self.stream.prompts)
+        since_signal = state.finished_since_signal
         reason = exhausted_message(
-            self._summary(state), state.finished_since_signal, num_prompts, self.settings
+            state.account, self._summary(state), since_signal, num_prompts, self.settings
         )
         if not state.ready:
             reason = nothing_to_learn(state.account, self.train_prompts) + reason
+        examples = self.progress.examples()
         if outcome == "raise":
-            raise NotEnoughSignal(reason)
+            raise NotEnoughSignal(f"{reason}{examples}")
         state.is_skipped = outcome == "skip_step" or not state.ready
         action = "Skipping the step" if state.is_skipped else "Training on these groups"
         later = "; its groups wait for the next step" if state.is_skipped else ""
-        logger.warning("%s %s (sampler.on_exhausted=%s)%s", reason, action, outcome, later)
+        way = f"{action} (sampler.on_exhausted={outcome}){later}"
+        logger.warning("%s %s%s", reason, way, examples)
 
     def _check_scores(self, account: TokenAccount, num_groups: int) -> None:
         """Raise RewardError if `num_groups` groups finished and no response has a score."""
@@ -233,8 +235,9 @@ class Sampler:
         seconds = self.clock() - state.last_signal
         is_late = seconds > self.settings.max_seconds_without_kept
         if is_late and len(self._chosen(state)) < self.train_prompts:
-            summary = self._summary(state)
-            raise stalled_error(seconds, state.step, state.finished_since_signal, summary)
+            summary, since_signal = self._summary(state), state.finished_since_signal
+            error = stalled_error(state.account, summary, since_signal, seconds, state.step)
+            raise type(error)(f"{error}{self.progress.examples()}")
 
     def _summary(self, state: _DrawState) -> str:
         in_flight = self.source.num_in_flight, self.source.num_tokens_in_flight

@@ -31,7 +31,7 @@ class MetricsLog:
         self.path = folder / METRICS_FILE
         last_step = -1 if last_step is None else last_step
         kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
-        with self._writing():
+        with writing(self.path):
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
@@ -42,16 +42,17 @@ class MetricsLog:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         version = {} if policy_version is None else {"policy_version": policy_version}
         line = {"step": step, "wall_time": time.time(), **version, **finite}
-        with self._writing():
+        with writing(self.path):
             append_json_line(self.path, line)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn OSError into CheckpointError, which is not retried."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be written: {error}; free disk space, or move --output or "
-                "store.path to a larger disk. Training then resumes from its latest checkpoint"
-            ) from error
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn OSError into CheckpointError, which is not retried."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error}; free disk space, or move --output or store.path "
+            "to a larger disk. Training then resumes from its latest checkpoint"
+        ) from error

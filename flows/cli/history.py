@@ -12,6 +12,7 @@ from flows.services import DEFAULT_STORE
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 NUM_LISTED = 20
+NUM_PROMPTS = 4  # whose responses are shown
 runs_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(runs_app, name="runs", short_help="List the runs in a store with their results.")
 
@@ -59,16 +60,33 @@ def runs(
 
 @runs_app.command(
     "show",
-    epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json",
+    epilog="Example: dapo runs show latest; dapo runs show latest --rollouts --step 20",
     short_help="Show everything about one run.",
 )
-def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
+def show(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    has_rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Show responses that its training saved instead.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="For --rollouts: a training step; default: the last.")
+    ] = None,
+    is_json: JsonOption = False,
+) -> None:
     """Show everything about one run: stages, outputs, result, and configuration changes."""
-    from flows.tables import print_json, print_run
+    from flows.tables import print_json, print_run, print_sample
     from tasks.artifacts.artifact import StoreError
     from tasks.runs.history import changed_keys, describe_run, find_run, read_report, run_before
+    from tasks.runs.rollouts import read_sample
 
+    if step is not None and not has_rollouts:
+        raise typer.BadParameter("needs --rollouts", param_hint="--step")
     found = find_run(store, run)
+    if has_rollouts:
+        sample = read_sample(found, step, NUM_PROMPTS)
+        print_json(sample.shown) if is_json else print_sample(sample)
+        return
     before = run_before(found)
     try:
         changes = changed_keys(before, found) if before else []

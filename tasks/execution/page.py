@@ -25,9 +25,8 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from dapo_core.checkpoint.folder import generations_file
 from dapo_core.metrics.log import METRICS_FILE
-from durable import read_json_lines
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, shown_rows
 from eval.report.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact
@@ -44,6 +43,7 @@ REQUEST_SECONDS = 10.0
 RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is unreachable
 NUM_STEPS = 10
 SHOWN_CHARACTERS = 2000  # at each end of a response
+KINDS = {GENERATIONS: "Validation responses", ROLLOUTS: "Responses trained on"}
 STEP_COLUMNS = {
     "step": "step",
     "accuracy": "sampler/accuracy",
@@ -164,11 +164,13 @@ class TrainingProgress:
         self.path = folder / METRICS_FILE
         self._page = StageProgress(run, label)
         self._table = PageArtifact(run, f"{label}-steps", "table", f"Recent steps of {name}")
-        about = f"Latest validation of {name}"
-        self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
+        self._texts = {
+            kind: PageArtifact(run, f"{label}-{kind}", "markdown", f"{title} of {name}")
+            for kind, title in KINDS.items()
+        }
+        self._shown = dict.fromkeys(KINDS, -1)  # the last step of each kind
         self._steps = StepProgress(run.config.train.total_steps)
         self._rows: list[Row] = []
-        self._step_shown = -1
         self._began = time.time()
 
     def on_rows(self, rows: Sequence[Row]) -> list[Progress]:
@@ -183,22 +185,23 @@ class TrainingProgress:
                 for row in self._rows[::-1]
             ]
             self._table.show(json.dumps(table))
-            self._show_generations(last_step)
+            self._show_texts(last_step)
         fresh = [row for row in rows if row.get("wall_time", 0.0) >= self._began]
         return [self._steps.after(row["step"], row) for row in fresh]
 
-    def _show_generations(self, last_step: int) -> None:
-        """Show responses of the latest validation."""
-        for step in range(last_step, self._step_shown, -1):
-            if rows := read_json_lines(generations_file(self.path.parent, step)):
-                self._generations.show(generations_page(step, rows))
-                self._step_shown = step
-                return
+    def _show_texts(self, last_step: int) -> None:
+        """Show responses of the latest validation, and of the latest step that saved its own."""
+        for kind, page in self._texts.items():
+            for step in range(last_step, self._shown[kind], -1):
+                if rows := shown_rows(self.path.parent, kind, step):
+                    page.show(texts_page(f"{KINDS[kind]}, training step {step}", rows))
+                    self._shown[kind] = step
+                    break
 
 
-def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Validation responses as Markdown; long ones are cut in the middle."""
-    parts = [f"# Responses after training step {step}"]
+def texts_page(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Responses as Markdown; long ones are cut in the middle."""
+    parts = [f"# {title}"]
     for row in rows:
         about = (
             f"{row['set']}: {row['verdict']}, score {_number(row['score'])}, answer "

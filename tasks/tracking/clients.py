@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.machine.environment import set_defaults
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS
 from durable import leaves
 from redaction import redact
 from tasks.config import ChainConfig
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS = "val/generations"  # verl's name for validation responses
+TEXTS = {GENERATIONS: "val/generations", ROLLOUTS: "train/rollouts"}  # the first is verl's name
 MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
 
-Rows = Sequence[Mapping[str, Any]]  # of a generations file
+Rows = Sequence[Mapping[str, Any]]  # of a step file
 
 
 @dataclass
@@ -73,8 +74,8 @@ class Client(ABC):
         """Send a step's metrics, which must be finite."""
 
     @abstractmethod
-    def log_generations(self, rows: Rows, step: int) -> None:
-        """Send validation responses."""
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
+        """Send responses; `kind` is one of TEXTS."""
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
         """Send evaluation results, at the last step."""
@@ -105,8 +106,8 @@ class TensorBoard(Client):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def log_generations(self, rows: Rows, step: int) -> None:
-        self._writer.add_text(GENERATIONS, _as_markdown(rows), step)
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
+        self._writer.add_text(TEXTS[kind], _as_markdown(rows), step)
 
     def finish(self) -> None:
         self._writer.close()
@@ -136,10 +137,10 @@ class WandB(Client):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_generations(self, rows: Rows, step: int) -> None:
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
         data = [list(row.values()) for row in rows]
         table = self._wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
-        self._run.log({GENERATIONS: table}, step=step)
+        self._run.log({TEXTS[kind]: table}, step=step)
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
         self._run.summary.update(dict(results))  # a resumed run rejects values for an earlier step
@@ -168,8 +169,8 @@ class SwanLab(Client):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_generations(self, rows: Rows, step: int) -> None:
-        self._run.log({GENERATIONS: self._swanlab.Text(_as_markdown(rows))}, step=step)
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
+        self._run.log({TEXTS[kind]: self._swanlab.Text(_as_markdown(rows))}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -208,9 +209,9 @@ class MLflow(Client):
             {_mlflow_name(name): value for name, value in metrics.items()}, step
         )
 
-    def log_generations(self, rows: Rows, step: int) -> None:
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self._mlflow.log_text(text, f"generations/step_{step}.jsonl")
+        self._mlflow.log_text(text, f"{kind}/step_{step}.jsonl")
 
     def finish(self) -> None:
         self._mlflow.end_run()

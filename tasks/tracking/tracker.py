@@ -8,19 +8,21 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, generations_file
+from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import LOCK_FILE
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import DapoError
 from dapo_core.metrics.log import METRICS_FILE
-from durable import JsonLinesFollower, is_locked, read_json_lines, write_atomically
+from dapo_core.metrics.step_files import shown_rows
+from durable import JsonLinesFollower, is_locked, write_atomically
 from redaction import redacted
 from tasks.artifacts.store import stage_log_of
 from tasks.config import ChainConfig
-from tasks.tracking.clients import CLIENTS, Client, Record
+from tasks.tracking.clients import CLIENTS, TEXTS, Client, Record
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +106,8 @@ class TrackedRun:
         self._failures: list[str] = []
 
     def send(self, row: Mapping[str, Any]) -> None:
-        """Send a line of metrics.jsonl and the responses of its validation, unless it repeats a
-        step. If the file begins with another line than before, a new run begins.
+        """Send a line of metrics.jsonl and responses of its step, unless it repeats a step. If the
+        file begins with another line than before, a new run begins.
         """
         step = row["step"]
         is_first = self._last_seen is None or step <= self._last_seen
@@ -118,9 +120,9 @@ class TrackedRun:
         self.record.last_step = step
         self._save()  # before sending, so that a kill in between does not send it twice
         self._try(lambda: client.log(finite(row), step))
-        is_validated = "validation/accuracy" in row
-        if is_validated and (rows := read_json_lines(generations_file(self.folder, step))):
-            self._try(lambda: client.log_generations(rows, step))
+        for kind in TEXTS:
+            if rows := shown_rows(self.folder, kind, step):
+                self._try(partial(client.log_texts, kind, rows, step))
 
     def send_results(self, results: Mapping[str, float]) -> None:
         """Send evaluation results at the last step, unless they were the last sent."""

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 import pytest
 
-from dapo_core.checkpoint.folder import generations_file
 from dapo_core.config.loading import dump_config
 from dapo_core.metrics.log import MetricsLog
+from dapo_core.metrics.step_files import GENERATIONS, step_file
 from tasks.tracking.clients import Record
 from tasks.tracking.processes import Trackers
 from tasks.tracking.tracker import read_record, send_training
@@ -27,7 +27,10 @@ ROW = {
     "prompt": "1 + 1?",
     "response": "It is\n2 <b>&</b> 两",
     "answer": None,
+    "gold": "2",
     "score": 1.0,
+    "verdict": "right",
+    "truncated": False,
 }
 
 
@@ -56,8 +59,8 @@ def track(folder: Path, names: tuple[str, ...]) -> Path:
     for last_step, steps in ((None, (0, 1, 2)), (1, (2, 3, 4))):
         log = MetricsLog(output, last_step)
         for step in steps:
-            generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
-            generations_file(output, step).write_text(json.dumps(ROW) + "\n")
+            step_file(output, GENERATIONS, step).parent.mkdir(parents=True, exist_ok=True)
+            step_file(output, GENERATIONS, step).write_text(json.dumps(ROW) + "\n")
             log.append(step, step, metrics(step))
         with Trackers(output) as trackers:
             trackers.start(names, [str(output), "--config", str(recipe)])

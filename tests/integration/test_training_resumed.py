@@ -18,13 +18,13 @@ from dapo_core import training
 from dapo_core.checkpoint.folder import (
     best_checkpoints,
     checkpoint_folders,
-    generations_file,
     latest_checkpoint,
 )
 from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.machine.stopping import TrainingStopped
 from dapo_core.metrics.log import METRICS_FILE
+from dapo_core.metrics.step_files import GENERATIONS, step_file
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
@@ -131,7 +131,7 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
         )
         assert line["validation/num_prompts"] == 20
         assert 0 < line["timing_s/testing"] < line.get("timing_s/step", FAR)
-        shown = read_json_lines(generations_file(begun.output, line["step"]))
+        shown = read_json_lines(step_file(begun.output, GENERATIONS, line["step"]))
         assert [row["set"] for row in shown] == ["arithmetic"] * 4
         assert all(row["prompt"] and row["gold"] for row in shown)
     del begun.validated[0]  # of the model itself, which no checkpoint has

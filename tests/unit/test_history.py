@@ -13,6 +13,7 @@ from prefect.exceptions import TerminationSignal
 from typer.testing import CliRunner
 
 from dapo_core.errors import DataError
+from dapo_core.metrics.step_files import ROLLOUTS, StepFiles, step_file
 from durable import is_locked, locked
 from eval.results.rows import ResultsError
 from flows.cli import app
@@ -49,6 +50,45 @@ def dapo(*words: str | Path) -> str:
     done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def rollout(step: int, number: int, verdict: str, **changes: object) -> dict[str, object]:
+    row = {"step": step, "prompt_number": number, "set": "sums", "prompt": f"{number} + 1?"}
+    row |= {"response": f"It is \x1b[2J{verdict} {'x' * 5000} end", "answer": None, "gold": "2"}
+    row |= {"score": 1.0, "verdict": verdict, "truncated": verdict == "no_answer"}
+    return {**row, "response_tokens": 7, **changes}
+
+
+def test_a_right_and_another_response_to_each_prompt_are_shown(tmp_path: Path) -> None:
+    run = record_run(small_config(tmp_path))
+    folder = Path(run.stages["train_policy"].artifact)
+    show = ("runs", "show", run.folder.name, "--store", tmp_path, "--rollouts")
+    for words, refusal in (
+        (show, "has saved no responses in .*train.save_rollouts_every=0"),
+        (("runs", "show", "latst", "--store", tmp_path, "--rollouts"), "no run latst in"),
+    ):
+        with pytest.raises(StoreError, match=refusal):
+            dapo(*words)
+    verdicts = ["no_answer", "wrong", "right", "right"]
+    for step in (1, 20):
+        rows = [rollout(step, number, one) for number in range(200) for one in verdicts]
+        StepFiles(folder, ROLLOUTS).write(step, rows)
+    path = step_file(folder, ROLLOUTS, 20)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(["{torn", "7", *lines[1:]]))
+    shown = dapo(*show)
+    assert f"Training step 20: 400 right, 200 wrong, 199 no answer\n{path}" in shown
+    assert "steps with a file: 1, 20\n2 damaged lines skipped" in shown
+    assert shown.count("sums, gold answer '2':\n    0 + 1?\n  wrong, score 1, 7 tokens") == 1
+    assert shown.count(" tokens, answer None:") == 8, "two responses to each of four prompts"
+    assert "  no answer, cut, score 1" in shown
+    assert "It is \\x1b[2Jwrong" in shown, "a response cannot control the terminal"
+    assert len(shown) < 20_000
+    step_1 = json.loads(dapo(*show, "--step", "1", "--json"))
+    assert [row["verdict"] for row in step_1[:2]] == ["no_answer", "right"]
+    with pytest.raises(StoreError, match=r"no responses of step 2; it has steps 1, 20"):
+        dapo(*show, "--step", "2")
+    assert CliRunner().invoke(app, ["runs", "show", "latest", "--step", "2"]).exit_code == 2
 
 
 IDS = ("20260101T000000.000Z-1", "20260102T000000.123Z-77", "20260102T000000.456Z-1")

@@ -67,6 +67,12 @@ def test_units_change() -> None:
     assert ours({"trainer.test_freq": -100})["validation.every"] == 0
 
 
+def test_a_folder_for_rollouts_saves_all_of_them() -> None:
+    saved = ours({"trainer.rollout_data_dir": "outputs/rollouts"})
+    assert (saved["train.save_rollouts_every"], saved["train.num_saved_prompts"]) == (1, None)
+    assert "train.save_rollouts_every" not in ours({"trainer.rollout_data_dir": None})
+
+
 def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     settings = {key: value for key, value in LARGE.items() if key != "trainer.total_training_steps"}
     settings["trainer.total_epochs"] = 10

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from dapo_core.checkpoint.folder import generations_file
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, StepFiles
 from tasks.execution import page
 from tasks.execution.page import PageArtifact, TrainingProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
@@ -84,24 +84,29 @@ def test_steps_are_shown_every_ten_seconds_and_at_the_end(
     assert tables[-1][0]["accuracy"] == 0.5
 
 
-def test_responses_of_each_validation_are_shown_once(
+def test_responses_of_validations_and_of_training_are_shown_once(
     shown: list[Any], clock: Clock, tmp_path: Path
 ) -> None:
-    (tmp_path / "generations").mkdir()
     progress = training(tmp_path)
     response = f"one|\n## two {'x' * 5000} three"
     answer = {"set": "gsm8k", "prompt": "1 + 1?", "response": response, "answer": None, "gold": "2"}
+    wrong = {**answer, "score": -1.0, "verdict": "wrong", "truncated": False}
+    right = {**wrong, "score": 1.0, "verdict": "right"}
+    rollouts = [wrong, wrong, right, *({**right, "prompt_number": number} for number in (1, 2))]
     for step in (0, 1, 2):
         if step != 1:
-            line = json.dumps({**answer, "score": -1.0, "verdict": "wrong"})
-            generations_file(tmp_path, step).write_text(line + "\n")
+            StepFiles(tmp_path, GENERATIONS).write(step, [wrong])
+        else:
+            StepFiles(tmp_path, ROLLOUTS).write(step, rollouts)
         progress.on_rows([row(step)])
         clock.now += 10.0
-    texts = [text for text in shown if isinstance(text, str) and text.startswith("# Responses")]
+    texts = [text for text in shown if isinstance(text, str) and " training step " in text]
     assert [text.splitlines()[0] for text in texts] == [
-        "# Responses after training step 0",
-        "# Responses after training step 2",
+        "# Validation responses, training step 0",
+        "# Responses trained on, training step 1",
+        "# Validation responses, training step 2",
     ]
+    assert texts[1].count("## gsm8k: ") == 3, "a wrong and a right one, and one of another prompt"
     assert "## gsm8k: wrong, score -1, answer None, gold '2'" in texts[0]
     assert "    one|\n    ## two xxx" in texts[0], "a response is text, not Markdown"
     assert "[...]" in texts[0]

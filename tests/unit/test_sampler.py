@@ -51,19 +51,23 @@ def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
     # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
     assert "8 new prompts and the groups carried over gave 2 of 3 groups with signal" in message
     assert (
-        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy "
+        "of 8 finished groups 2 all right, 4 all wrong, 25.0% had signal (mean accuracy "
         "37.5%)" in message
     )
     assert "sampler.max_num_gen_batches" in message
 
 
-@pytest.mark.parametrize(("outcome", "word"), [(WRONG, "wrong"), (RIGHT, "right")])
-def test_draws_without_any_signal_say_so_first(outcome: list[float], word: str) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "word", "advice"),
+    [(WRONG, "wrong", r"raise rollout\.group_size"), (RIGHT, "right", "too easy for the model")],
+)
+def test_draws_without_any_signal_say_so_first(
+    outcome: list[float], word: str, advice: str
+) -> None:
     source = ScriptedSource([outcome], burst=4)
     opening = (
         rf"^every response to the 4 prompts was {word}, so there is nothing to learn from: this "
-        r"step needs 1 prompt with both right and wrong responses\. 4 new prompts .* raise "
-        r"rollout\.group_size"
+        rf"step needs 1 prompt with both right and wrong responses\. 4 new prompts .* {advice}"
     )
     with pytest.raises(NotEnoughSignal, match=opening):
         make_sampler(source, train_prompts=1, max_num_gen_batches=1).draw(step=1)
@@ -95,8 +99,8 @@ def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(
     assert "2 of 3 groups with signal" in str(caught.value)
     assert re.search(
         r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more "
-        r"would never end \(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, "
-        r"lower train\.train_prompts",
+        r"would never end \(sampler\.max_num_gen_batches=0\)\. .* raise rollout\.group_size\. "
+        r"Otherwise lower train\.train_prompts",
         str(caught.value),
     )
     assert len(sampler(on_exhausted).draw(1).groups) == num_trained
@@ -234,7 +238,7 @@ def test_unscored_responses_give_no_signal() -> None:
             2,
             11.5,
             NotEnoughSignal,
-            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, "
+            "no group was kept for 12 s|of 6 finished groups 2 all right, 4 all wrong, "
             "0.0% had signal (mean accuracy 33.3%)|3 groups with 0 response tokens are in flight",
         ),
     ],

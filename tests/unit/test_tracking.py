@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, generations_file
+from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import lock_checkpoints
 from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import MetricsLog
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, StepFiles
 from flows.cli import app
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact, StoreError
@@ -57,8 +58,8 @@ class Recording(Client):
             raise ValueError(f"step {step} is refused")
         self.calls.append(("log", step, dict(metrics)))
 
-    def log_generations(self, rows: Rows, step: int) -> None:
-        self.calls.append(("rows", step, list(rows)))
+    def log_texts(self, kind: str, rows: Rows, step: int) -> None:
+        self.calls.append((kind, step, list(rows)))
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
         self.calls.append(("results", step, dict(results)))
@@ -89,9 +90,10 @@ def saved(folder: Path) -> dict[str, Any]:
 def test_a_resumed_training_continues_its_tracker_run_without_repeats(
     recording: type[Recording], tmp_path: Path
 ) -> None:
-    row = {"prompt": "1 + 1", "response": "2"}
-    generations_file(tmp_path, 1).parent.mkdir()
-    generations_file(tmp_path, 1).write_text(json.dumps(row) + "\n")
+    row = {"set": "s", "prompt": "1 + 1", "response": "2", "answer": "2", "gold": "2", "score": 1}
+    row |= {"verdict": "right", "truncated": False}
+    StepFiles(tmp_path, GENERATIONS).write(1, [row])
+    StepFiles(tmp_path, ROLLOUTS).write(2, [row, row])
     log = MetricsLog(tmp_path, None)
     log.append(0, 0, {"validation/accuracy": 0.5})
     log.append(1, 2, {"validation/accuracy": 0.75, "actor/grad_norm": float("nan")})
@@ -107,8 +109,9 @@ def test_a_resumed_training_continues_its_tracker_run_without_repeats(
         ("open", "dapo-pipeline", "mine", run_id, None),
         ("log", 0, {"validation/accuracy": 0.5}),
         ("log", 1, {"validation/accuracy": 0.75}),
-        ("rows", 1, [row]),
+        ("generations", 1, [row]),
         ("log", 2, {"critic/score/mean": 1.0}),
+        ("rollouts", 2, [row]),
         ("finish",),
         ("open", "dapo-pipeline", "mine", run_id, "https://tracker/run"),
         ("log", 3, {"critic/score/mean": 3.0}),

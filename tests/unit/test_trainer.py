@@ -26,9 +26,19 @@ from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.machine.stopping import StopRequest, StopRequested
+from dapo_core.machine.timers import PhaseTimer
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog
+from dapo_core.metrics.step_files import (
+    GENERATIONS,
+    ROLLOUTS,
+    StepFiles,
+    read_rows,
+    saved_steps,
+    step_file,
+)
 from dapo_core.trainer import Trainer, is_due
 from durable import read_json_lines
+from tests.batches import make_group
 from tests.checkpoints import FileShards, make_state, write_state
 from tests.configs import make_config
 from tests.plain import plain
@@ -60,7 +70,8 @@ def _trainer(
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
     identity = training_identity(config, stream.digest, model_path)
     (output / "checkpoints").mkdir(parents=True, exist_ok=True)
-    validation: Any = SimpleNamespace(begin=lambda: None)
+    tokenizer = SimpleNamespace(decode=str)
+    validation: Any = SimpleNamespace(tokenizer=tokenizer, files=StepFiles(output, GENERATIONS))
     return Trainer(config, cluster, stream, model_path, output, identity, validation)
 
 
@@ -72,6 +83,46 @@ def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> 
     assert plain(trainer.sampler.surplus) == plain(state.surplus)
     assert plain(trainer.sampler.unfinished) == plain(state.unfinished)
     assert trainer.kl.coefficient == 0.25
+
+
+def test_a_resumed_training_has_the_responses_of_each_step_once(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """It was killed in step 23, while that step's file was written."""
+    trainer = _trainer(model_path, tmp_path, train={"save_rollouts_every": 1})
+    for step in (1, 20, 21, 22):
+        trainer._save_rollouts(step, [make_group([1.0, -1.0], step)], PhaseTimer())
+    (tmp_path / ROLLOUTS / "step_23.partial").write_text("{")
+    state = replace(make_state(20), identity=trainer.identity)
+    trainer.resume(write_state(tmp_path / "checkpoints", state))
+    assert saved_steps(tmp_path, ROLLOUTS) == [1, 20]
+    assert len(list((tmp_path / ROLLOUTS).iterdir())) == 2
+    trainer.resume(None)
+    assert saved_steps(tmp_path, ROLLOUTS) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "num_prompts", "steps", "numbers"),
+    [(10, 1, [1, 10, 20, 25], [0, 0]), (10, None, [1, 10, 20, 25], [0, 0, 1, 1]), (0, 8, [], [])],
+)
+def test_responses_are_saved_at_the_first_step_at_every_nth_and_at_the_last(
+    model_path: Path,
+    tmp_path: Path,
+    every: int,
+    num_prompts: int | None,
+    steps: list[int],
+    numbers: list[int],
+) -> None:
+    keys = {"save_rollouts_every": every, "num_saved_prompts": num_prompts, "total_steps": 25}
+    trainer = _trainer(model_path, tmp_path, train=keys)
+    groups = [make_group([1.0, -1.0], number, num_response_tokens=[2, 3]) for number in (0, 1)]
+    for step in range(1, 26):
+        trainer._save_rollouts(step, groups, PhaseTimer())
+    assert saved_steps(tmp_path, ROLLOUTS) == steps
+    rows = [*read_rows(step_file(tmp_path, ROLLOUTS, 25))]
+    assert [row["prompt_number"] for row in rows] == numbers
+    assert [row["verdict"] for row in rows[:2]] == ["right", "wrong"][: len(rows)]
+    assert [row["response_tokens"] for row in rows[:2]] == [2, 3][: len(rows)]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.checkpoint.folder import generations_file
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import DataError, RewardError, RolloutError
+from dapo_core.metrics.step_files import GENERATIONS, step_file
 from dapo_core.model.sampling import GREEDY, Sampling
 from dapo_core.validation import Validation, held_out_prompts, validate, validation_metrics
 from durable import read_json_lines
@@ -196,17 +196,19 @@ def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None
         metrics = validation.run(source, step)  # type: ignore[arg-type]
         assert metrics["validation/num_prompts"] == 5.0
         same = {"set": "arithmetic", "answer": "5", "gold": "1", "score": 1.0, "truncated": False}
-        assert read_json_lines(generations_file(tmp_path, step)) == [
-            {**same, "prompt": "It is 0.", "response": "It is 0.", "verdict": "right"},
-            {**same, "prompt": "It is 2.", "response": "It is 2.", "verdict": "timeout"},
+        same["response_tokens"] = len(words[0])
+        assert read_json_lines(step_file(tmp_path, GENERATIONS, step)) == [
+            {**same, "prompt": text, "response": text, "verdict": verdict}
+            for text, verdict in (("It is 0.", "right"), ("It is 2.", "timeout"))
         ]
     assert {(request.sampling, request.num_samples) for request in source.requests} == {
         (SAMPLED, 2)
     }
-    validation.begin()
-    assert not generations_file(tmp_path, 1).exists()
+    validation.files.begin(0)
+    assert step_file(tmp_path, GENERATIONS, 0).exists()
+    assert not step_file(tmp_path, GENERATIONS, 1).exists()
     silent = Validation(
         make_config(validation={"every": 1, "num_logged": 0}), prompts, tokenizer, tmp_path
     )
     silent.run(AnsweringSource(rollouts), 1)  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
+    assert not step_file(tmp_path, GENERATIONS, 1).exists()
