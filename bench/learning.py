@@ -193,7 +193,7 @@ def _write_answers(
     from dapo_core.engines.factory import build_engine
     from dapo_core.model.pretrained import load_tokenizer
     from eval.answers.grading import grade
-    from eval.problems.registry import load_set
+    from eval.problems.evaluation_sets import load_set
     from tasks.data.layout import EVAL_FILE
 
     limit = config.evaluate.max_response_tokens

@@ -20,8 +20,9 @@ from dapo_core.errors import RewardError, RolloutError
 from dapo_core.metrics.step_files import GENERATIONS, StepFiles
 from dapo_core.model.sampling import Sampling
 from dapo_core.reward.routing import require_scorers
+from eval.problems.held_out import read_held_out
 from eval.problems.prompts import DEFAULT, find_template, make_messages
-from eval.problems.registry import OWN, read_held_out
+from eval.problems.registry import OWN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

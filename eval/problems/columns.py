@@ -50,14 +50,21 @@ _ANSWERS = (
 ).split()
 _PICTURES = "images image imgs img pictures picture imagepath videos video audios audio".split()
 _PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES}
-_PARTS |= {*"table code schema hypothesis evidence facts system systemprompt".split()}
+_PARTS |= {
+    *"table code schema hypothesis evidence facts system systemprompt pretext posttext".split()
+}
 _AFTER = "input"  # follows an instruction; other contexts precede the question
 _WRONG = re.compile("distractor|incorrect|wrong")
 _ONE_OPTION = re.compile(
     r"(|options?|choices?|candidate|ending|answer|opt?|sol|选项)[\s_.-]*([A-J]|\d)[).]?",
     re.IGNORECASE,
 )
-_DETAILS = ("id", "subject", "level", "data_source")
+_DETAILS = {
+    "id": "index uniqueid id idx".split(),
+    "subject": "subject subfield type topic category subjectname 名称".split(),
+    "level": "level difficulty task".split(),
+    "data_source": ["datasource"],
+}
 _RUNS = ("ABCDEFGHIJ", "0123456789", "123456789")
 
 
@@ -135,7 +142,10 @@ def complete(path: Path, rows: Sequence[Row], given: Layout) -> Layout:
             f"{path} has the columns {', '.join(found.outer)}, and no name suggests that it holds "
             f"the {missing}; set data.columns.{missing}=NAME (dapo init: --columns {missing}=NAME)"
         )
-    return layout
+    details = ["subject", "level"]
+    details += [] if given.names_columns else ["id"]
+    details += [] if given.names_columns or layout.options else ["data_source"]
+    return found.with_details(layout, details)
 
 
 class _Named:
@@ -222,6 +232,16 @@ class _Named:
             likely.sort(key=lambda name: not self.has_answers(options, name))
         return replace(layout, answer=next(iter(likely), None))
 
+    def with_details(self, layout: Layout, details: Iterable[str]) -> Layout:
+        """Add the columns of these details that have usual names."""
+        taken = replace(layout, elsewhere=()).columns
+        found: dict[str, Any] = {}
+        for detail in details:
+            likely = self.likely(_DETAILS[detail], taken)
+            usual = (name for name in likely if name in self.outer and self.holds_text(name))
+            found[detail] = getattr(layout, detail) or next(usual, None)
+        return replace(layout, **found)
+
     def has_answers(self, options: tuple[str, ...], answer: str) -> bool:
         """True if most values of the answer name one of the options."""
         pairs = list(answered(self.rows, Layout(options=options, answer=answer)))
@@ -233,11 +253,8 @@ class _Named:
         return chat is not None and (not chat or chat[-1]["role"] == "assistant")
 
 
-def schema_of(layout: Layout, columns: Sequence[str], has_usual_details: bool) -> Schema:
-    """Return the schema of rows with this layout; `columns` are all that the file has.
-
-    `has_usual_details` reads id, subject, level and data source by their usual names.
-    """
+def schema_of(layout: Layout, columns: Sequence[str]) -> Schema:
+    """Return the schema of rows with this layout; `columns` are all that the file has."""
     pictures = [name for name in columns if _word(name) in _PICTURES]
 
     def read(row: Row) -> Problem:
@@ -246,12 +263,8 @@ def schema_of(layout: Layout, columns: Sequence[str], has_usual_details: bool) -
         text, messages, answer = _asked(row, layout)
         require_no_picture(text)
         answer = value_at(row, layout.answer) if layout.answer else answer
-        details: Row = row
-        if not has_usual_details:
-            named = {name: getattr(layout, name) for name in _DETAILS}
-            details = {name: value_at(row, column) for name, column in named.items() if column}
-        elif layout.options:
-            details = {**row, "data_source": None}  # the options need the scorer `choice`
+        named = {name: getattr(layout, name) for name in _DETAILS}
+        details = {name: value_at(row, column) for name, column in named.items() if column}
         if not layout.options:
             gold = text_in(answer, layout.answer or "answer")
             gold = final_answer(needed(gold, f"no {layout.answer or 'answer of an assistant'}"))
@@ -270,8 +283,7 @@ def schema_of(layout: Layout, columns: Sequence[str], has_usual_details: bool) -
         return name if name in columns else name.partition(".")[0]
 
     needs = [outer(name) for name in (layout.main, layout.answer) if name]
-    others = (*map(outer, layout.columns), *pictures, *(Schema.others if has_usual_details else ()))
-    return Schema(tuple(needs), read, others)
+    return Schema(tuple(needs), read, (*map(outer, layout.columns), *pictures))
 
 
 def _asked(row: Row, layout: Layout) -> tuple[str, tuple[Message, ...] | None, Any]:

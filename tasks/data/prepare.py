@@ -14,8 +14,8 @@ from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers
 from eval.problems import ProblemsError
 from eval.problems.files import merge_repeats
+from eval.problems.held_out import read_held_out
 from eval.problems.items import Problem
-from eval.problems.registry import read_held_out
 from eval.problems.rows import read_chat
 from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card

@@ -15,7 +15,8 @@ from downloads import OnProgress, Snapshot, Unreachable, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
 from eval.problems.prompts import DEFAULT
-from eval.problems.registry import OWN, SETS, find_set, recognize
+from eval.problems.recognition import recognize
+from eval.problems.registry import OWN, SETS, find_set
 from eval.problems.rows import ProblemSet, Schema, Split
 from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import canonical_json, sha256_of

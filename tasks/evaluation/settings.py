@@ -17,9 +17,9 @@ from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.endpoint import Sampling
 from eval.problems.columns import Layout
+from eval.problems.evaluation_sets import load_set
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
-from eval.problems.registry import load_set
 from eval.problems.rows import PREPARED
 from eval.problems.sources import default_cache
 from eval.requests.dispatch import Limits

@@ -16,7 +16,8 @@ from rich.filesize import decimal
 from dapo_core.errors import ConfigError
 from eval.problems.files import columns_of, files_of, iterate_problems, merge_repeats
 from eval.problems.items import Problem
-from eval.problems.registry import SETS, find_layout, first_rows, published_as
+from eval.problems.recognition import find_layout, first_rows, published_as
+from eval.problems.registry import SETS
 from eval.problems.rows import CHAT, Row, Split
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig
@@ -65,7 +66,7 @@ def data_set(name: str, option: str, columns: Mapping[str, Any] = NO_COLUMNS) ->
     if not columns and (known := published_as(path, rows)) is not None:
         return [{"set": known.name, "path": name}]
     layout = find_layout(path, rows, split, given)
-    if layout.columns == ("problem", "answer"):
+    if (layout.problem, layout.options, layout.answer) == (("problem",), (), "answer"):
         return name
     found = {name: value for name, value in asdict(layout).items() if value}
     return [{"set": name, "columns": ColumnsConfig(**found).model_dump(exclude_none=True)}]

@@ -18,7 +18,8 @@ from dapo_core.errors import ConfigError
 from dapo_core.machine.device import accelerators
 from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
-from eval.problems.registry import OWN, scorer_of
+from eval.problems.recognition import scorer_of
+from eval.problems.registry import OWN
 from tasks.config import ChainConfig
 from tasks.config.lengths import Bounds, Lengths, fitted
 from tasks.data.sources import ARITHMETIC

@@ -13,7 +13,7 @@ from eval import RequestsRefused
 from eval.endpoint import Endpoint, Sampling
 from eval.logs.regrade import regrade
 from eval.problems import ProblemsError
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from eval.report.compare import compare
 from eval.report.report import make_report, render_markdown
 from eval.results.rows import read_rows

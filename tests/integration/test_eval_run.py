@@ -21,7 +21,7 @@ from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import MathGrader
 from eval.endpoint import Endpoint, Sampling
 from eval.logs.regrade import regrade
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from eval.report.compare import compare
 from eval.report.history import make_history
 from eval.requests.dispatch import Limits

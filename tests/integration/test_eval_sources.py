@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from downloads import DownloadError
 from eval.problems import ProblemsError
+from eval.problems.evaluation_sets import load_set
 from eval.problems.files import files_of
-from eval.problems.registry import SETS, SUITES, load_set
+from eval.problems.registry import SETS, SUITES
 from eval.problems.sources import fetch, rows_of
 from eval.results.rows import load_evaluation
 from eval.results.suite import read_suite

@@ -15,7 +15,7 @@ from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import ChoiceGrader, Grade, grade, parse_number
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from tests.labelled import rows
 
 # Only predictions may omit a base or brackets, or add an option's text.

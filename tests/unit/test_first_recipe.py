@@ -202,6 +202,13 @@ def test_columns_are_guessed_or_given(folder: Path) -> None:
     assert data_set("y.csv", "data")[0]["columns"] == {"problem": "Prompt", "answer": "label"}
 
 
+def test_a_recipe_of_own_files_keeps_ids_and_subjects_for_the_report(folder: Path) -> None:
+    row = {"ID": "a", "Category": "algebra", "Question": "1 + 1?", "Answer": 2, "note": "x"}
+    Path("t.jsonl").write_text(json.dumps(row) + "\n")
+    columns = {"problem": "Question", "answer": "Answer", "id": "ID", "subject": "Category"}
+    assert data_set("t.jsonl", "data") == [{"set": "t.jsonl", "columns": columns}]
+
+
 def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
     rows = [{"Aufgabe": f"Was ist {n} + 1?", "Ergebnis": str(n + 1)} for n in range(20)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -213,15 +220,13 @@ def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
     )
     said = parse_columns("problem=Aufgabe,answer=Ergebnis")
     for held_out, columns in (
-        ("same.jsonl", ("Aufgabe", "Ergebnis")),
-        ("own.jsonl", ("question", "answer")),
+        ("same.jsonl", {"problem": "Aufgabe", "answer": "Ergebnis"}),
+        ("own.jsonl", {"problem": "question", "answer": "answer", "id": "id"}),
     ):
         written(held_out, "t.jsonl", held_out, columns=said)
         data = yaml.safe_load(Path(f"{held_out}.yaml").read_text())["data"]
         assert data["train"][0]["columns"] == {"problem": "Aufgabe", "answer": "Ergebnis"}
-        assert data["eval"] == [
-            {"set": held_out, "columns": dict(zip(("problem", "answer"), columns, strict=True))}
-        ]
+        assert data["eval"] == [{"set": held_out, "columns": columns}]
 
 
 def test_a_file_of_integer_answers_is_not_taken_for_a_benchmark(folder: Path) -> None:

@@ -23,7 +23,7 @@ from dapo_core.errors import DataError
 from dapo_core.metrics.step import draw_metrics
 from dapo_core.validation import held_out_prompts
 from eval.problems import ProblemsError
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.data.prepare import build_dataset
@@ -256,7 +256,9 @@ def test_everything_that_affects_prepared_rows_is_in_the_key(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_reading_leaves_nothing_in_the_users_cache(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", ROWS)
-    code = f"from eval.problems.registry import load_set; print(len(load_set({path!r}).items))"
+    code = (
+        f"from eval.problems.evaluation_sets import load_set; print(len(load_set({path!r}).items))"
+    )
     (home := tmp_path / "home").mkdir()
     places = {"HOME": str(home), "PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {

@@ -16,6 +16,7 @@ from dapo_core.reward.routing import routes
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS
 from dapo_core.validation import held_out_prompts
 from eval.problems import ProblemsError, formats
+from eval.problems.evaluation_sets import load_set
 from eval.problems.files import (
     columns_of,
     files_of,
@@ -24,7 +25,7 @@ from eval.problems.files import (
     read_problems,
 )
 from eval.problems.items import Item
-from eval.problems.registry import SETS, load_set
+from eval.problems.registry import SETS
 from eval.problems.rows import CHAT, Split
 from tasks.data.prepare import build_dataset
 from tests.configs import make_config
@@ -160,7 +161,7 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, row: Any, template: str, line: str | None
 ) -> None:
     (tmp_path / "my.jsonl").write_text(json.dumps(row))
-    with caplog.at_level("INFO", "eval.problems.registry"):
+    with caplog.at_level("INFO", "eval.problems.recognition"):
         asked = load_set(tmp_path / "my.jsonl")
     assert [(item.gold, "1 + 1 = ?" in str(item.prompt)) for item in asked.items] == [("2", True)]
     assert (asked.benchmark, asked.template.name) == (None, template)

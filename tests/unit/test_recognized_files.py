@@ -14,8 +14,9 @@ import pytest
 from eval.logs.foreign import import_log
 from eval.problems import ProblemsError
 from eval.problems.columns import Layout
+from eval.problems.evaluation_sets import load_set
 from eval.problems.items import Item
-from eval.problems.registry import load_set, recognize
+from eval.problems.recognition import recognize
 from flows.config import load_config_or_defaults
 from tasks.data.prepare import build_dataset
 from tasks.data.sources import all_sources

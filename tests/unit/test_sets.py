@@ -19,9 +19,10 @@ from dapo_core.reward.scorers import SCORERS
 from downloads import is_remote
 from downloads.snapshot import parse_reference
 from eval.answers.grading import ChoiceGrader
+from eval.problems.evaluation_sets import load_set
 from eval.problems.files import iterate_problems
 from eval.problems.prompts import TEMPLATES
-from eval.problems.registry import SETS, load_set
+from eval.problems.registry import SETS
 from eval.problems.rows import ProblemSet, Unusable
 from eval.problems.sets.mathematics import AFTER, BEFORE
 

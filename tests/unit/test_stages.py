@@ -21,7 +21,7 @@ from dapo_core.errors import ConfigError, DataError, ModelError
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import read_eos_ids
 from eval.problems import ProblemsError
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.problems import ProblemsError
-from eval.problems.registry import load_set
+from eval.problems.evaluation_sets import load_set
 from eval.results.suite import describe_suite, read_suite
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
