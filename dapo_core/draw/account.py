@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
+
+from dapo_core.config.compat import Compat
 from dapo_core.draw.groups import Group, Rollout
 
 Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus"]
@@ -114,6 +117,14 @@ class Draw:
     groups: list[Group]  # P of them; fewer only with on_exhausted=train_partial or skip_step
     num_drawn: int  # prompts
     account: TokenAccount
+
+
+def has_signal(group: Group, metric: str, compat: Compat) -> bool:
+    """True if the group's responses differ in the filter metric."""
+    values = group.metric(metric)
+    if compat.signal_by_std:  # rounding gives [0.1] * 3 a std of 1.4e-17
+        return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
+    return len(values) > 1 and min(values) != max(values)
 
 
 def fate_without_signal(group: Group) -> Fate:

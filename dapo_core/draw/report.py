@@ -101,11 +101,12 @@ class DrawProgress:
 def _hint(account: TokenAccount) -> str:
     return (
         f"the first {account.finished_groups} groups have no signal: {account.without_signal} "
-        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%}). {_cause(account)}"
+        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%}). "
+        f"{cause_of(account)}"
     )
 
 
-def _cause(account: TokenAccount) -> str:
+def cause_of(account: TokenAccount) -> str:
     """Say why groups have no signal, as far as the responses show it, and what to change."""
     num_finished = max(account.num_finished, 1)
     if account.groups["all_right"] > account.finished_groups / 2:
@@ -116,7 +117,8 @@ def _cause(account: TokenAccount) -> str:
     if num_cut > num_finished / 2:
         return (
             f"{num_cut / num_finished:.0%} of the responses are cut by "
-            "rollout.max_response_tokens: raise it, or use a model that ends its answers"
+            "rollout.max_response_tokens: raise it, use a model that ends its answers, or show "
+            "solved examples in the prompt (data.prompt_template)"
         )
     if account.num_unread > num_finished / 2:
         return (
@@ -201,7 +203,7 @@ def exhausted_message(
     if settings.on_exhausted != "raise":
         return reason
     return (
-        f"{reason} {_cause(account)}. Otherwise {bound}lower train.train_prompts, or set "
+        f"{reason} {cause_of(account)}. Otherwise {bound}lower train.train_prompts, or set "
         "sampler.on_exhausted to train_partial or skip_step"
     )
 
@@ -222,6 +224,6 @@ def stalled_error(
     message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
     if num_since_signal:
         return NotEnoughSignal(
-            f"{message} {_cause(account)}. Otherwise raise sampler.max_seconds_without_kept"
+            f"{message} {cause_of(account)}. Otherwise raise sampler.max_seconds_without_kept"
         )
     return RolloutError(f"{message} No group finished in this time. {STALL_ADVICE}")

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dapo_core.config.compat import OURS, Compat
-from dapo_core.draw.account import Draw, TokenAccount
+from dapo_core.draw.account import Draw, TokenAccount, has_signal
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import (
@@ -166,21 +164,13 @@ class Sampler:
             num_before = self._submitted.pop(group.group_id)
             account.generated_tokens += group.num_response_tokens - num_before
             account.add_finished(group)
-            if self._has_signal(group):
+            if not self.settings.dynamic or has_signal(group, self.settings.metric, self.compat):
                 state.ready[group.group_id] = group
                 state.last_signal, state.finished_since_signal = self.clock(), 0
             else:
                 account.add_without_signal(group)
                 self.progress.remember(group)
                 state.finished_since_signal += 1
-
-    def _has_signal(self, group: Group) -> bool:
-        if not self.settings.dynamic:
-            return True
-        values = group.metric(self.settings.metric)
-        if self.compat.signal_by_std:  # rounding gives [0.1] * 3 a std of 1.4e-17
-            return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
-        return len(values) > 1 and min(values) != max(values)
 
     def _stop(self, state: _DrawState) -> None:
         """Suspend the groups in flight; they continue in the next step."""

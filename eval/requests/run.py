@@ -263,7 +263,7 @@ class _Progress:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Show it until the block ends."""
-        with self._bar if not self._bar.disable else heartbeat(logger, self._describe):
+        with self._bar if not self._bar.disable else heartbeat(self._describe):
             yield
 
     def advance(self, rows: Sequence[Row]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib.metadata
+import logging
 import os
 import re
 import sys
@@ -126,6 +127,8 @@ def main() -> None:
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nor bars while loading weights
     print_messages()
+    if "--json" in sys.argv:  # nothing else belongs on standard output
+        logging.getLogger("heartbeat").setLevel(logging.WARNING)
     try:
         app()
     except (DapoError, EvaluationError, DownloadError) as error:

@@ -15,6 +15,7 @@ import typer
 
 from flows.cli.options import JsonOption, SetOption, SmokeOption, StoreOption
 from flows.services import DEFAULT_STORE, bring_up, read_deployments, store_option, take_down
+from heartbeat import heartbeat
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -114,6 +115,7 @@ def down(
     epilog="Example: dapo doctor configs/mine.yaml; dapo doctor env configs/mine.yaml --export",
     short_help="Check packages, store, devices, Prefect, a recipe, variables.",
 )
+@heartbeat(lambda: "checking this machine")
 def doctor(
     words: WordsArgument = None,
     overrides: SetOption = None,

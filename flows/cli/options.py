@@ -15,7 +15,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SmokeOption = Annotated[
     bool,
     typer.Option(
-        "--smoke", help="Also start the recipe's engines and get one response from each (a minute)."
+        "--smoke", help="Also start the recipe's engines and sample responses from them (minutes)."
     ),
 ]
 StoreOption = Annotated[Path, typer.Option(help="Artifact store.")]

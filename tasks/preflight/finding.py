@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dapo_core.errors import ConfigError, DapoError
 from eval import EvaluationError
+from heartbeat import heartbeat
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -50,7 +51,8 @@ class Findings(list[Finding]):
     def catching(self, check: str) -> Iterator[None]:
         """Turn an error into a finding, so that the remaining checks still run."""
         try:
-            yield
+            with heartbeat(lambda: f"preflight: {check}"):
+                yield
         except (DapoError, EvaluationError) as error:
             self.add(check, FAIL, str(error))  # the message includes the advice
 

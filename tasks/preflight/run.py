@@ -22,6 +22,7 @@ from durable import leaves
 from eval import EvaluationError
 from eval.problems.prompts import find_template
 from eval.report.gates import LAST_NIGHT
+from heartbeat import heartbeat
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
@@ -46,7 +47,7 @@ from tasks.preflight.prompts import (
     check_lengths,
     check_overlap,
 )
-from tasks.preflight.smoke import check_engines
+from tasks.preflight.smoke import check_sampling, check_server
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.failure import ServerUnreachable
 
@@ -58,11 +59,17 @@ logger = logging.getLogger(__name__)
 _passed: set[str] = set()  # configurations that passed in this process
 
 
-def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False) -> Findings:
+def examine(
+    config: ChainConfig,
+    is_smoke: bool = False,
+    on_nodes: bool = False,
+    is_sampled: bool = False,
+) -> Findings:
     """Run every check of the recipe that needs no stage: about a second.
 
     `on_nodes` also examines the nodes of the cluster at train.ray_address and the connections
-    between them: about ten seconds. `is_smoke` also asks each kind of engine for one response.
+    between them: about ten seconds. `is_sampled` also samples groups as the training does, and
+    `is_smoke` gets a response from a server besides.
     """
     findings = Findings()
     with findings.catching("data"):
@@ -87,9 +94,11 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
     check_baselines(config, findings)
     limit = check_machine(config, facts, inputs.model, on_nodes, findings)
     check_memory(config, inputs.model, findings, limit)
-    if is_smoke and inputs.model is not None and not findings.failed:
-        check_engines(inputs.model, config, inputs.evaluation, findings)
-    elif is_smoke:
+    if (is_smoke or is_sampled) and inputs.model is not None and not findings.failed:
+        if is_smoke:
+            check_server(inputs.model, config, inputs.evaluation, findings)
+        check_sampling(inputs.model, config, inputs.problems, findings)
+    elif is_smoke or is_sampled:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
     for name in inputs.later:
         findings.add("later", OK, f"checked after the first two stages: {name}")
@@ -111,7 +120,8 @@ def require_ready(config: ChainConfig) -> None:
     A configuration that passed is not examined again in the same process.
     """
     if (text := dump_config(config)) not in _passed:
-        _conclude(examine(config, on_nodes=True))
+        with heartbeat(lambda: "preflight"):
+            _conclude(examine(config, on_nodes=True))
         _passed.add(text)
 
 

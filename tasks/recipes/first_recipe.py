@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from eval.problems.recognition import scorer_of
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
 from tasks.config.lengths import Bounds, Lengths, fitted
+from tasks.config.serve import ServeConfig
 from tasks.data.sources import ARITHMETIC
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
@@ -32,6 +34,8 @@ from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
 logger = logging.getLogger(__name__)
 
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
+ALWAYS = ("train.learning_rate", "rollout.temperature")  # written even if they are the defaults
+MAX_PASSES = 10  # over the training problems
 CPU_CACHE_SEQUENCES = 16  # longest sequences that fit into the KV cache on a CPU
 
 
@@ -70,7 +74,7 @@ def first_recipe(
         facts = _facts(model)
         data, count = data_sets(new_files, train, held_out, columns, facts)
         tree: dict[str, Any] = {"data": data, "model": dict(model)}
-        bounds, unknown = _bounds(tree, facts)
+        bounds, unknown, num_problems = _bounds(tree, facts)
         lengths = sized_lengths(machine, bounds)
     for reason, number in count.refused.items():
         logger.warning(
@@ -78,7 +82,8 @@ def first_recipe(
             f"{reason}; {count.examples[reason][0]}"
         )
     tree["data"]["max_prompt_tokens"] = lengths.prompt
-    tree |= sized(machine, facts, lengths)
+    tree |= sized(machine, facts, lengths, num_problems)
+    tree["train"]["learning_rate"] = learning_rate(facts.parameters or named_size(model))
     if unknown:
         tree["reward"]["scorers"] = [f"{source}={scorer}" for source, scorer in unknown.items()]
     return render(tree, machine, facts, bounds)
@@ -110,8 +115,9 @@ def _facts(model: Mapping[str, Any]) -> ModelFacts:
     return facts
 
 
-def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, str]]:
-    """The bounds of the local model and prompts, and scorers for data sources without one.
+def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, str], int]:
+    """The bounds of the local model and prompts, scorers for data sources without one, and the
+    number of local training problems, of large sets the first ones.
 
     Raises PreflightError for unusable inputs.
     """
@@ -128,7 +134,23 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, 
     for one in inputs.problems:
         golds.setdefault(one.data_source or OWN.scorer, []).append(one.gold)
     unknown = sorted(golds.keys() - routes().keys())
-    return bounds, {name: scorer_of(golds[name]) for name in unknown}
+    return bounds, {name: scorer_of(golds[name]) for name in unknown}, len(inputs.problems)
+
+
+def learning_rate(parameters: float) -> float:
+    """The learning rate for a model's size: the DAPO paper's 1e-6 at 32B, more for smaller models.
+
+    It falls with the square root of the size: 2e-5 for 135M parameters, where 1e-6 shows nothing
+    in 30 steps, 7e-6 for 0.6B and 2e-6 for 8B. Unknown sizes (0) get the paper's.
+    """
+    scale = math.sqrt(32e9 / parameters) if parameters else 1.0
+    return float(f"{min(max(1e-6 * scale, 1e-6), 3e-5):.0e}")
+
+
+def named_size(model: Mapping[str, Any]) -> float:
+    """The parameters in a hub id such as Qwen/Qwen3-0.6B, 0 if it names none."""
+    found = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", str(model.get("id", "")), re.I)
+    return float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()] if found else 0.0
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
@@ -150,13 +172,23 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
     return replace(lengths, served=served, micro_batch=micro_batch)
 
 
-def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, Any]:
-    """The sections that depend on the machine."""
+def sized(
+    machine: Machine, facts: ModelFacts, lengths: Lengths, num_problems: int
+) -> dict[str, Any]:
+    """The sections that depend on the machine, and on the training problems if their number is
+    known: a step has at most all of them, and the training about MAX_PASSES over them.
+    """
     is_cpu = machine.kind == "cpu"
     num_ranks = 1 if is_cpu else max(machine.num_devices // 2, 1)
     workers = 1 if is_cpu else max(machine.num_devices - num_ranks, 1)
-    prompts, mini, steps = (8, 8, 10) if is_cpu else (64, 16, 100)
+    prompts, mini, steps = (8, 8, 30) if is_cpu else (64, 16, 100)
+    while num_problems and prompts > max(num_problems, 1):
+        prompts //= 2
+    mini = min(mini, prompts)
+    if num_problems:
+        steps = min(steps, max(MAX_PASSES * num_problems // prompts, 10))
     rollout: dict[str, Any] = {"num_workers": workers, "group_size": 8 if is_cpu else 16}
+    rollout["temperature"] = 1.0
     rollout["max_response_tokens"] = lengths.response
     serve: dict[str, Any] = {
         "max_model_len": lengths.served,
@@ -184,7 +216,10 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
         "sampler": {"gen_prompts": 3 * prompts},
         "train": train,
         "serve": serve,
-        "evaluate": {"max_response_tokens": lengths.answer},
+        "evaluate": {
+            "max_response_tokens": lengths.answer,
+            "concurrency": ServeConfig().max_num_seqs * serve["data_parallel"],
+        },
     }
 
 
@@ -217,13 +252,16 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         f"{longest}.",
         "model": "A folder, or source: huggingface or modelscope with id and revision.",
         "rollout": "Responses to each prompt, their longest length, and the engines that sample "
-        "them.",
+        "them.\n# A lower temperature makes a group's responses alike, and equal rewards teach "
+        "nothing.",
         "reward": "The last tokens before the limit cost points. Scorers by data source, or "
         "custom_reward.path.",
         "sampler": "Prompts in flight at once; groups all right or all wrong are drawn again.",
-        "train": "Steps first of all: a few, to see the chain work, then hundreds.",
+        "train": "Steps first: enough to see something; published trainings take hundreds.\n"
+        "# Learning rate: the DAPO paper's is 1e-6 for 32B; small models learn at 1e-5 to 3e-5.",
         "serve": "vLLM servers of the evaluation before and after.",
-        "evaluate": "Answers are greedy and as long as in training.",
+        "evaluate": "Answers are greedy and as long as in training. Requests beyond "
+        "serve.max_num_seqs would wait.",
     }
     lines = [
         f"# Written by dapo init for {devices}, {model}{positions}.",
@@ -236,7 +274,9 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
     }
     for section, keys in tree.items():
         chosen = {
-            name: one for name, one in keys.items() if one != defaults.get(f"{section}.{name}")
+            name: one
+            for name, one in keys.items()
+            if one != defaults.get(f"{section}.{name}") or f"{section}.{name}" in ALWAYS
         }
         text = yaml.dump({section: chosen}, Dumper=_Plain, sort_keys=False, allow_unicode=True)
         lines += [f"# {comments[section]}", text.rstrip()] if chosen else []

@@ -9,7 +9,7 @@ from typing import Any
 from dapo_core.errors import CheckpointError, ConfigError, ModelError
 from downloads import Unreachable
 from redaction import redacted
-from tasks.artifacts.artifact import Artifact, DamagedArtifact
+from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
@@ -107,7 +107,7 @@ def has_output(config: ChainConfig, label: str) -> bool:
     try:
         key = link.key(*require_outputs(config, link.needs).values())
         return ArtifactStore(config.store.path).check(key.stage, key.key) is not None
-    except (DamagedArtifact, ConfigError, ModelError, *_KEYLESS):
+    except (DamagedArtifact, StoreError, ConfigError, ModelError, *_KEYLESS):
         return False
 
 

@@ -19,7 +19,8 @@ from dapo_core.machine.environment import SOCKETS_VARIABLE
 from dapo_core.model.folder import read_config
 from eval import EvaluationError
 from eval.endpoint import Endpoint
-from redaction import add_secret, is_secret
+from heartbeat import heartbeat
+from redaction import add_secret, is_secret, redact
 from tasks.config.serve import ServeConfig
 from tasks.processes.child import SupervisedProcess, background_command, new_socket_folder
 from tasks.serve_model.checks import require_servable
@@ -84,7 +85,8 @@ def serve_model(
         folder_variable=SOCKETS_VARIABLE,
     ) as process:
         server = Server(base_url(settings.host, port), name, api_key, line, process)
-        _await_health(server, process, deadline, settings)
+        with heartbeat(lambda: _last_line(process)):
+            _await_health(server, process, deadline, settings)
         try:
             yield server
         except EvaluationError as error:
@@ -153,6 +155,10 @@ def _await_health(
             time.sleep(POLL_SECONDS)
     finally:
         is_over.set()
+
+
+def _last_line(process: SupervisedProcess) -> str:
+    return f"vllm serve is starting: {redact((process.tail(1) or ['no output yet'])[-1])}"
 
 
 def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:

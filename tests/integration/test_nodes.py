@@ -28,7 +28,7 @@ from dapo_core.training import train
 from flows.config import load_config
 from tasks.preflight.cluster import check_cluster
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
-from tasks.preflight.smoke import _ask_engine_of_node
+from tasks.preflight.smoke import QUESTION, _sample_on_node
 from tests.processes import wait_until
 from tests.trainings import World, config_of
 
@@ -131,13 +131,15 @@ def test_preflight_names_the_node_that_differs(
 
 def test_preflight_generates_on_an_engine_of_a_node(cluster: Cluster, world: World) -> None:
     findings = Findings()
-    _ask_engine_of_node(world.model, config_of(train={"ray_address": cluster.address}), findings)
+    config = config_of(train={"ray_address": cluster.address})
+    [sampled] = _sample_on_node(world.model, config, [QUESTION], findings)
+    assert len(sampled.group.rollouts) == 8
     [found] = findings
     assert found.status == OK
     assert re.fullmatch(r"rollout.engine=hf on \S+ \(.+\) gave \d+ tokens after \d+ s", found.found)
     train = {"ray_address": cluster.address, "device": "npu"}
     spread = config_of(train=train, rollout={"engine": "vllm", "tensor_parallel": 2})
-    _ask_engine_of_node(world.model, spread, findings)
+    assert not _sample_on_node(world.model, spread, [QUESTION], findings)
     assert findings[1].status == WARN
     assert "spans 2 devices and was not tried" in findings[1].found
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import re
 import shlex
@@ -20,11 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+import heartbeat
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.cli import app
 from flows.config import load_config
+from tasks.preflight.finding import OK, WARN
+from tasks.preflight.run import examine
 from tests.in_process import without_ray
 from tests.tiny_models import Architecture, build_tiny
 
@@ -145,6 +149,43 @@ def test_the_three_readme_commands_lead_from_files_to_a_report(
     (report,) = (tmp_path / ".dapo/runs").glob("*/report/report.json")
     found = json.loads(report.read_text())
     assert (found["n"], found["train"]["steps"]) == (8, 1)
+
+
+def test_a_try_shows_what_the_model_answers_and_what_to_change_without_signal(
+    commands: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A random model answers nothing right, unless a scorer says so by chance."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(heartbeat, "SECONDS", 1.0)
+    build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
+    write_gsm8k(tmp_path / "questions.csv")
+    (tmp_path / "reward.py").write_text(REWARD)
+    init = CliRunner().invoke(app, shlex.split(commands[0])[1:])
+    assert init.exit_code == 0, init.output
+    changes = [*SHORT[1:], "rollout.engine=hf"]
+    for chance in ([], SHORT[:1]):
+        settings = load_config(Path("my.yaml"), [*changes, *chance])
+        with caplog.at_level(logging.INFO, "heartbeat"), heartbeat.heartbeat(lambda: "trying"):
+            found = examine(settings, is_sampled=True)
+        assert "hf samples 8 x 8 responses (" in caplog.text
+        [sampling] = [finding for finding in found if finding.check == "sampling"]
+        shares = r"(\S+)% right, (\S+)% no answer, (\S+)% cut, (\d+) tokens each"
+        line = rf"8 prompts x 8 responses at temperature 1: {shares}; (\d) of 8 groups have signal"
+        match = re.match(line, sampling.found)
+        assert match is not None, sampling
+        right, _, _, tokens, num_with_signal = match.groups()
+        assert int(tokens) <= 32
+        if chance:
+            assert sampling.status == OK
+            assert float(right) > 10
+            assert int(num_with_signal) > 0
+        else:
+            assert (sampling.status, float(right), int(num_with_signal)) == (WARN, 0.0, 0)
+            assert "solved examples" in sampling.advice
+            assert sampling.advice.count(" -> ") == 2  # two responses with verdict and gold
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.finding import OK, WARN, PreflightError
 from tasks.preflight.run import examine
 from tasks.recipes.first_data import data_set, parse_columns
-from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
+from tasks.recipes.first_recipe import (
+    Machine,
+    first_recipe,
+    learning_rate,
+    model_keys,
+    named_size,
+)
 from tests.tiny_models import build_tiny
 
 CPU = Machine("cpu", 1, 2)
@@ -295,3 +302,24 @@ def test_existing_files_are_not_overwritten(folder: Path) -> None:
         written("a")
     assert own.read_text() == "mine"
     assert not Path("a.train.jsonl").exists()
+
+
+def test_a_small_model_gets_a_learning_rate_and_steps_that_show_something(folder: Path) -> None:
+    sizes = {135e6: 2e-5, 0.6e9: 7e-6, 8e9: 2e-6, 32e9: 1e-6, 235e9: 1e-6, 94_080: 3e-5, 0: 1e-6}
+    assert {size: learning_rate(size) for size in sizes} == sizes
+    hub = {"Qwen/Qwen3-0.6B": 0.6e9, "a/SmolLM2-135M-Instruct": 135e6, "Qwen/Qwen3-30B-A3B": 30e9}
+    hub |= {"a/Phi-3-mini-4k": 0.0, "openai/gpt2": 0.0, "a/3billion": 0.0}
+    assert {name: named_size({"id": name}) for name in hub} == hub
+    train = written("one").train
+    # 10 passes over 32 problems are 40 steps of 8
+    assert (train.learning_rate, train.total_steps, train.train_prompts) == (3e-5, 30, 8)
+    text = Path("one.yaml").read_text()
+    assert re.search(r"1e-6 for 32B; small models learn at 1e-5 to 3e-5\.\ntrain:", text)
+    assert "  temperature: 1.0\n" in text  # the default, written because it matters
+    Path("few.csv").write_text("Question,Answer\n" + "".join(f"{n}?,{n}\n" for n in range(13)))
+    few = written("few", "few.csv", "data/questions.csv").train
+    assert (few.total_steps, few.train_prompts) == (16, 8)  # 10 passes over 13 problems
+    gpus = written("gpus", "few.csv", "data/questions.csv", machine=Machine("cuda", 8, 64))
+    sizes_of = gpus.train.total_steps, gpus.train.train_prompts, gpus.train.mini_prompts
+    assert sizes_of == (16, 8, 8)
+    assert gpus.evaluate.concurrency == gpus.serve.max_num_seqs * gpus.serve.data_parallel

@@ -132,7 +132,7 @@ def test_an_evaluation_says_how_far_it_is_while_no_answer_arrives(
     row = make_row(make_items(1)[0], "r")
     dispatcher = Dispatcher(Endpoint("http://localhost", "m"), Limits())
     progress = run._Progress(40, dispatcher, None)
-    with caplog.at_level(logging.INFO, "eval.requests.run"), progress.shown():
+    with caplog.at_level(logging.INFO, "heartbeat"), progress.shown():
         progress.advance([row] * 4)
         wait_until(lambda: len(caplog.messages) > 1, "two lines")
     line = r"4 of 40 items done, \d+ tokens/s, about \d+ s left \(0 s so far\)"
