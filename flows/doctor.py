@@ -43,6 +43,7 @@ from flows.services import (
     online_workers,
     read_deployments,
     wait_until,
+    work_pool,
 )
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.store import ArtifactStore
@@ -100,11 +101,12 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
     try:
         with connected(url) as client:
             yield check_version(client)
-            yield check_worker(client, up)
+            pool = project_pool(project)
+            yield check_worker(client, up, pool)
             yield check_crash_automation(client, up)
             if (project / PREFECT_FILE).is_file():
-                yield check_deployments(client, project, up)
-                yield check_schedules(client, wait_seconds)
+                yield check_deployments(client, project, up, pool)
+                yield check_schedules(client, pool, wait_seconds)
     except ServicesError as error:
         yield Finding("Prefect server", FAIL, str(error))  # the message includes the fix
 
@@ -255,22 +257,28 @@ def check_version(client: SyncPrefectClient) -> Finding:
     return Finding("Prefect server", FAIL, found, advice)
 
 
-def check_worker(client: SyncPrefectClient, up: str) -> Finding:
+def project_pool(project: Path) -> str:
+    """Return the work pool named in the project's prefect.yaml, the default one without it."""
+    has_file = (project / PREFECT_FILE).is_file()
+    return work_pool(read_deployments(project)) if has_file else WORK_POOL
+
+
+def check_worker(client: SyncPrefectClient, up: str, pool: str) -> Finding:
     """Check that a worker is online and its pool is not paused."""
     from prefect.exceptions import ObjectNotFound
 
-    advice = f"run {up}, or `prefect worker start --pool {WORK_POOL} --type process`"
+    advice = f"run {up}, or `prefect worker start --pool {pool} --type process`"
     try:
-        is_paused = client.read_work_pool(WORK_POOL).is_paused
-        online = online_workers(client)
+        is_paused = client.read_work_pool(pool).is_paused
+        online = online_workers(client, pool)
     except ObjectNotFound:
-        return Finding("worker", FAIL, f"no work pool {WORK_POOL}", advice)
+        return Finding("worker", FAIL, f"no work pool {pool}", advice)
     if not online:
-        return Finding("worker", FAIL, f"none online in work pool {WORK_POOL}", advice)
+        return Finding("worker", FAIL, f"none online in work pool {pool}", advice)
     if is_paused:
-        advice = f"prefect work-pool resume {WORK_POOL}"
-        return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", advice)
-    return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
+        advice = f"prefect work-pool resume {pool}"
+        return Finding("worker", FAIL, f"work pool {pool} is paused", advice)
+    return Finding("worker", OK, f"{', '.join(online)} in work pool {pool}")
 
 
 def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
@@ -285,20 +293,20 @@ def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
     return Finding("crash detection", OK, name)
 
 
-def check_deployments(client: SyncPrefectClient, project: Path, up: str) -> Finding:
+def check_deployments(client: SyncPrefectClient, project: Path, up: str, pool: str) -> Finding:
     """Check that every deployment in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
-    if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
+    if missing := sorted(wanted - {deployment.name for deployment in _registered(client, pool)}):
         advice = f"run {up}, or `prefect --no-prompt deploy --all`"
         return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
     return Finding("deployments", OK, ", ".join(sorted(wanted)))
 
 
-def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
+def check_schedules(client: SyncPrefectClient, pool: str, wait_seconds: float) -> Finding:
     """Check that each active schedule has an upcoming run; waits for Prefect's scheduler."""
     scheduled = [
         deployment
-        for deployment in _registered(client)
+        for deployment in _registered(client, pool)
         if not deployment.paused and any(schedule.active for schedule in deployment.schedules)
     ]
     next_runs: dict[str, str] = {}
@@ -317,12 +325,12 @@ def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
     return Finding("schedules", OK, shown or "no deployment has an active schedule")
 
 
-def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
-    """Return the deployments in our work pool; the server may have others."""
+def _registered(client: SyncPrefectClient, pool: str) -> list[DeploymentResponse]:
+    """Return the deployments in the work pool; the server may have others."""
     from prefect.client.schemas.filters import WorkPoolFilter
 
-    pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
-    return client.read_deployments(work_pool_filter=pool)
+    of_pool = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
+    return client.read_deployments(work_pool_filter=of_pool)
 
 
 def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:

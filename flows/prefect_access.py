@@ -55,6 +55,27 @@ def connected(api_url: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
+def configured_api() -> tuple[str, str] | None:
+    """Return the API address in the user's Prefect settings, and where it is set."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url, "PREFECT_API_URL"
+    from prefect.settings import get_current_settings
+
+    url = get_current_settings().api.url
+    return (url, "your Prefect profile") if url else None
+
+
+def require_server(url: str) -> None:
+    """Raise ServicesError unless the server responds and accepts our credentials."""
+    if not is_healthy(url):
+        raise ServicesError(
+            f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or "
+            "the profile. If neither is set, dapo starts its own server"
+        )
+    with connected(url):
+        pass
+
+
 def auth_string() -> str | None:
     """Return the server's USER:PASSWORD from the environment, None if it is not set."""
     return next((value for name in AUTH_VARIABLES if (value := os.environ.get(name))), None)

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.machine.ports import free_ports
-from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
+from flows.prefect_access import (
+    AUTH_VARIABLES,
+    ServicesError,
+    configured_api,
+    is_healthy,
+    is_listening,
+    require_server,
+)
 from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command
 
@@ -31,11 +38,8 @@ SETTINGS = {"flows.heartbeat_frequency": None, "server.ui.enabled": False}
 
 def named_api(store: Path) -> str | None:
     """Return the API address in Prefect's settings, else of the store's services, else None."""
-    if url := os.environ.get("PREFECT_API_URL"):
-        return url
-    from prefect.settings import get_current_settings
-
-    return get_current_settings().api.url or api_url(store)
+    configured = configured_api()
+    return configured[0] if configured else api_url(store)
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:
@@ -62,17 +66,6 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
     os.environ["PREFECT_API_URL"] = url  # for child processes
     stack.enter_context(temporary_settings({"api.url": url, **settings}))
     return wait
-
-
-def require_server(url: str) -> None:
-    """Raise ServicesError unless the server responds and accepts our credentials."""
-    if not is_healthy(url):
-        raise ServicesError(
-            f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or "
-            "the profile. If neither is set, a run starts its own server"
-        )
-    with connected(url):
-        pass
 
 
 def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:

@@ -1,5 +1,7 @@
 """`dapo up` and `dapo down`: a Prefect server and worker in the background.
 
+If the user's Prefect settings name another server, only the worker is started, and uses that one.
+
     STORE/.services/{server,worker}.json   pid, host and address of the last start
                     {server,worker}.lock   held by the service while it runs
                     {server,worker}.log    output since the last start
@@ -22,11 +24,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import psutil
 import yaml
 
 from dapo_core.errors import ConfigError
@@ -36,10 +41,12 @@ from flows.prefect_access import (
     AUTH_VARIABLES,
     ServicesError,
     auth_string,
+    configured_api,
     connected,
     is_healthy,
     is_listening,
     is_loopback,
+    require_server,
 )
 from flows.prefect_settings import apply_prefect_settings
 from redaction import add_secret_url
@@ -51,7 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_STORE = Path(".dapo")
-WORK_POOL = "dapo"
+WORK_POOL = "dapo"  # unless prefect.yaml names another
+WORKER = f"dapo-{platform.node()}"
 CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
 CRASH_AUTOMATION_FILE = Path(__file__).with_name("crashed_runs.yaml")
 PREFECT_FILE = "prefect.yaml"
@@ -193,10 +201,23 @@ class Services:
         apply_prefect_settings(environment)
         return environment
 
-    def client(self) -> AbstractContextManager[SyncPrefectClient]:
-        """Return a client of the server as a context manager."""
-        os.environ["PREFECT_HOME"] = str(self.home)  # read when Prefect is imported
-        return connected(self.api_url)
+    def environment_of(self, url: str) -> dict[str, str]:
+        """Return the environment of a client of our server, or of the user's."""
+        if self.is_own(url):
+            return self.environment(PREFECT_API_URL=url)
+        environment = {**os.environ, "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
+        apply_prefect_settings(environment)
+        return environment
+
+    def is_own(self, url: str | None) -> bool:
+        """True for the address of the server that was started last."""
+        return self.server.read().get("api_url") == url
+
+    def client(self, url: str) -> AbstractContextManager[SyncPrefectClient]:
+        """Return a client of a server as a context manager."""
+        if self.is_own(url):
+            os.environ["PREFECT_HOME"] = str(self.home)  # read when Prefect is imported
+        return connected(url)
 
     def answers(self) -> bool:
         """True if this store's server answers, rather than another one on the same port."""
@@ -225,30 +246,37 @@ def bring_up(
     host: str | None = None,
     port: int | None = None,
     database: str | None = None,
-) -> Services:
-    """Start server and worker unless they run, register the deployments, and wait for both."""
+) -> str:
+    """Start server and worker unless they run, and register the deployments; returns the API URL.
+
+    If the user's Prefect settings name a server, that one is used and none is started.
+    """
     services = Services(store)
     deployments = read_deployments(project)  # raises before anything starts
+    pool = work_pool(deployments)
     with services.changing():
-        last = services.server.read()
-        if not services.server.is_running:
-            _start_server(services, host, port, database)
-        elif not {host, port} <= {None, last["host"], last["port"]}:
+        other = _other_server(services)
+        if other is None:
+            _bring_up_server(services, host, port, database)
+        elif {host, port} != {None}:
             raise ServicesError(
-                f"the server runs at {services.api_url}; run `{services.command('down')}` to "
-                "change its address"
+                "--host and --port are for a server that `dapo up` starts, but your Prefect "
+                f"settings name {other}; unset PREFECT_API_URL to start one"
             )
-        services.server.wait_until(services.answers, "does not respond")
-        logger.info("server: ready at %s", services.api_url)
-        with services.client() as client:
-            create_pool_and_automation(client)
-            _start_worker(services)
+        url = other or services.api_url
+        with services.client(url) as client:
+            is_ours = create_pool_and_automation(client, pool)
+            if is_ours:
+                _start_worker(services, url, pool)
             logger.info("deployments: registering %d, up to a minute", len(deployments))
-            deploy(project, services.environment(PREFECT_API_URL=services.api_url))
-            logger.info("deployments: registered")
-            services.worker.wait_until(lambda: bool(online_workers(client)), "is not online")
-            logger.info("worker: online")
-    return services
+            deploy(project, services.environment_of(url))
+            logger.info("deployments: registered in work pool %s", pool)
+            if is_ours:
+                services.worker.wait_until(
+                    lambda: WORKER in online_workers(client, pool), "is not online"
+                )
+                logger.info("worker: online")
+    return url
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
@@ -257,8 +285,10 @@ def take_down(store: Path, cancel: bool) -> list[str]:
     if not services.folder.is_dir():
         return []
     with services.changing():
-        if services.server.is_running and is_healthy(services.api_url):
-            with services.client() as client:
+        running = [each for each in (services.worker, services.server) if each.is_running]
+        url = running[0].read()["api_url"] if running else ""
+        if running and is_healthy(url):
+            with services.client(url) as client:
                 _end_flow_runs(services, client, cancel)
         elif services.worker.is_running and not cancel:
             raise ServicesError(
@@ -297,6 +327,17 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
         ) from None
 
 
+def work_pool(deployments: Sequence[Mapping[str, Any]]) -> str:
+    """Return the work pool of the deployments; raises ConfigError if they have several."""
+    pools = {str(each.get("work_pool", {}).get("name", WORK_POOL)) for each in deployments}
+    if len(pools) > 1:
+        raise ConfigError(
+            f"{PREFECT_FILE} names the work pools {', '.join(sorted(pools))}: name one, under "
+            "definitions"
+        )
+    return pools.pop() if pools else WORK_POOL
+
+
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
     """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output."""
     done = subprocess.run(
@@ -315,43 +356,104 @@ def deploy(project: Path, environment: Mapping[str, str]) -> None:
         )
 
 
-def create_pool_and_automation(client: SyncPrefectClient) -> None:
-    """Create the work pool and the automation that marks dead flow runs, unless they exist."""
+def create_pool_and_automation(client: SyncPrefectClient, pool: str) -> bool:
+    """Create the work pool, and the automation that marks dead flow runs, unless they exist.
+
+    Returns whether our worker can serve the pool.
+    """
     from prefect.automations import AutomationCore
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
 
     with contextlib.suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
+        client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
     automation = AutomationCore.model_validate(
         yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8"))
     )
     if not client.read_automations_by_name(CRASH_AUTOMATION):
         client.create_automation(automation)
+    kind = client.read_work_pool(pool).type
+    if kind != "process":
+        logger.warning(
+            "worker: work pool %s has type %s, and dapo starts only process workers: start one of "
+            "its own in an environment with this project",
+            pool,
+            kind,
+        )
+    return kind == "process"
 
 
-def online_workers(client: SyncPrefectClient) -> list[str]:
-    """Return the names of online workers in our pool."""
+def online_workers(client: SyncPrefectClient, pool: str) -> list[str]:
+    """Return the names of online workers in a work pool."""
     return [
-        each.name
-        for each in client.read_workers_for_work_pool(WORK_POOL)
-        if each.status == "ONLINE"
+        each.name for each in client.read_workers_for_work_pool(pool) if each.status == "ONLINE"
     ]
 
 
-def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return started, unended flow runs: those of our pool, and our flows' without a pool."""
+def active_runs(
+    client: SyncPrefectClient, pool: str, worker_pid: int | None = None
+) -> list[FlowRun]:
+    """Return started, unended flow runs: those of our pool, and our flows' without a pool.
+
+    With `worker_pid`, only those of this worker, as others may share the pool.
+    """
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 
     state = FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}})
-    pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
+    of_pool = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
+    pooled = client.read_flow_runs(flow_run_filter=state, work_pool_filter=of_pool)
+    if worker_pid is not None:
+        children = psutil.Process(worker_pid).children(recursive=True)
+        pids = {str(process.pid) for process in children}
+        return [run for run in pooled if run.infrastructure_pid in pids]
     trigger = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8"))["trigger"]
     flows = FlowFilter.model_validate(
         {"name": {"any_": trigger["match_related"]["prefect.resource.name"]}}
     )
-    pooled = client.read_flow_runs(flow_run_filter=state, work_pool_filter=pool)
     own = client.read_flow_runs(flow_run_filter=state, flow_filter=flows)
     return [*pooled, *(run for run in own if run.work_pool_name is None)]
+
+
+def _other_server(services: Services) -> str | None:
+    """Return the server that the user's Prefect settings name, None if ours is to be used.
+
+    It is, if they name it, or a place on this machine where no server answers.
+    """
+    url, source = configured_api() or ("", "")
+    if not url or services.is_own(url):
+        return None
+    if is_loopback(urlsplit(url).hostname or "") and not is_healthy(url):
+        logger.warning(
+            "server: none answers at %s, named by %s; using this store's. `dapo run` looks there, "
+            "unless you name the address below",
+            url,
+            source,
+        )
+        return None
+    if services.server.is_running:
+        raise ServicesError(
+            f"the server of this store runs at {services.api_url}, but {source} names {url}: run "
+            f"`{services.command('down')}` first, or name no other server"
+        )
+    require_server(url)
+    logger.info("server: using %s, named by %s; starting none", url, source)
+    return url
+
+
+def _bring_up_server(
+    services: Services, host: str | None, port: int | None, database: str | None
+) -> None:
+    """Start this store's server unless it runs, and wait for it."""
+    last = services.server.read()
+    if not services.server.is_running:
+        _start_server(services, host, port, database)
+    elif not {host, port} <= {None, last["host"], last["port"]}:
+        raise ServicesError(
+            f"the server runs at {services.api_url}; run `{services.command('down')}` to "
+            "change its address"
+        )
+    services.server.wait_until(services.answers, "does not respond")
+    logger.info("server: ready at %s", services.api_url)
 
 
 def _start_server(
@@ -407,22 +509,25 @@ def _choose_port(host: str, last: int) -> int:
     return DEFAULT_PORT
 
 
-def _start_worker(services: Services) -> None:
-    worker = services.worker
-    if worker.is_running and worker.read()["api_url"] != services.api_url:
-        logger.info("worker: restarting, since the server's address changed")
+def _start_worker(services: Services, url: str, pool: str) -> None:
+    worker, place = services.worker, {"api_url": url, "pool": pool}
+    if worker.is_running and not place.items() <= worker.read().items():
+        logger.info("worker: restarting, since the server's address or the work pool changed")
         worker.stop()
     if not worker.is_running:
-        options = ("--pool", WORK_POOL, "--type", "process", "--name", f"dapo-{platform.node()}")
-        environment = services.environment(PREFECT_API_URL=services.api_url)
-        worker.start((*PREFECT, "worker", "start", *options), environment, api_url=services.api_url)
+        options = ("--pool", pool, "--type", "process", "--name", WORKER)
+        command = (*PREFECT, "worker", "start", *options)
+        worker.start(command, services.environment_of(url), **place)
 
 
 def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) -> None:
     """Cancel active flow runs and wait for them; raises ServicesError for runs to keep."""
     from prefect.states import Cancelled, Cancelling
 
-    active = active_runs(client)
+    worker = services.worker.read()
+    worker_pid = None if services.is_own(worker.get("api_url")) else worker["pid"]
+    find = partial(active_runs, client, worker.get("pool", WORK_POOL), worker_pid)
+    active = find()
     described = {
         run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}"
         for run in active
@@ -447,8 +552,8 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
         logger.info("cancelling %s", description)
         client.set_flow_run_state(flow_run, Cancelling(message="dapo down --cancel"), force=True)
     if services.worker.is_running:
-        wait_until(lambda: not active_runs(client), CANCEL_SECONDS)
-    for run in active_runs(client):
+        wait_until(lambda: not find(), CANCEL_SECONDS)
+    for run in find():
         client.set_flow_run_state(
             run.id, Cancelled(message="dapo down: the worker was stopped"), force=True
         )

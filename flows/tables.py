@@ -28,7 +28,6 @@ from tasks.preflight.environment import STATUSES, Variable
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
-    from dapo_core.memory.step_time import StepTime
     from eval.problems.rows import ProblemSet
     from interop.account import Account
     from tasks.config import ChainConfig
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
     from tasks.runs.rollouts import Sample
+    from tasks.runs.step_time import RunTime
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -156,15 +156,22 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
     return table
 
 
-def print_time(time: StepTime) -> None:
-    """Print each phase's duration in a training step, its tokens, FLOPs and assumptions."""
+def print_time(run: RunTime) -> None:
+    """Print each phase of a training step, the run's total, tokens, FLOPs and assumptions."""
+    from eval.report.pages import format_duration
+
+    time = run.step
     table = Table("phase", _right("seconds"), _right("share"))
     for phase, seconds in time.seconds.items():
         table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
     table.add_section()
     table.add_row("a training step", f"{time.step_seconds:,.1f}", "", style="bold")
     print_table(table)
+    evaluated = f" and {counted(run.num_evaluations, 'evaluation')}"
     lines = [
+        f"{counted(run.num_steps, 'step')}{evaluated if run.num_responses else ''}: "
+        f"{format_duration(run.seconds)}, without starts and downloads"
+        + ("" if run.num_responses else "; evaluations cannot be estimated before their data"),
         f"tokens per step: {time.trained_tokens:,.0f} trained (prompts and responses), "
         f"{time.generated_tokens:,.0f} generated",
         f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the "

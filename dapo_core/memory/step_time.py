@@ -75,6 +75,7 @@ class Lengths:
 class StepTime:
     """An estimated step."""
 
+    lengths: Lengths
     seconds: Mapping[str, float]  # by phase
     trained_tokens: float  # prompts and responses
     generated_tokens: float
@@ -131,6 +132,7 @@ def step_time(
         / SYNC_BYTES,
     }
     return StepTime(
+        lengths,
         {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()},
         trained,
         num_responses * lengths.response / lengths.kept,

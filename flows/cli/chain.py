@@ -44,7 +44,7 @@ SideOption = Annotated[
 AllOption = Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")]
 MemoryOption = Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")]
 TimeOption = Annotated[
-    bool, typer.Option("--time", help="Only estimate the time of a training step.")
+    bool, typer.Option("--time", help="Only estimate the time of a training step and of the run.")
 ]
 GigabytesOption = Annotated[
     float | None,
@@ -288,7 +288,7 @@ def plan(
 
     --memory shows device memory per phase and, if the recipe does not fit (exit status 2), what
     saves memory. --time estimates a training step from its tokens, FLOPs and device rates,
-    calibrated by the newest run with the same run.name. They can be combined.
+    calibrated by the newest run with the same run.name, and the whole run. They can be combined.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer
@@ -334,16 +334,17 @@ def plan_devices(
     from flows.tables import print_json, print_memory, print_time
     from tasks.execution.retries import LASTING_EXIT_CODE
     from tasks.preflight.memory import plan_of
-    from tasks.runs.step_time import time_of
+    from tasks.runs.step_time import run_time
 
-    time = time_of(settings, gigabytes) if is_time else None
+    time = run_time(settings, gigabytes) if is_time else None
     found = plan_of(settings, gigabytes=gigabytes) if is_memory else None
     if is_json:
         content: dict[str, Any] = {}
         if found is not None:
             content = {**asdict(found), "shortages": found.shortages}
         if time is not None:
-            content["time"] = {**asdict(time), "step_seconds": time.step_seconds}
+            step = {**asdict(time.step), "step_seconds": time.step.step_seconds}
+            content["time"] = {**step, "run_seconds": time.seconds}
         print_json(content)
     else:
         if found is not None:

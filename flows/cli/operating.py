@@ -14,8 +14,19 @@ from typing import Annotated
 import typer
 
 from flows.cli.options import JsonOption, SetOption, SmokeOption, StoreOption
-from flows.services import DEFAULT_STORE, bring_up, read_deployments, store_option, take_down
+from flows.services import (
+    DEFAULT_STORE,
+    Services,
+    bring_up,
+    read_deployments,
+    store_option,
+    take_down,
+)
 from heartbeat import heartbeat
+
+NOTHING_SCHEDULED = (
+    "nothing; for nightly runs name your recipe at dapo-nightly in prefect.yaml, and set active"
+)
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -71,22 +82,27 @@ def up(
 ) -> None:
     """Start a Prefect server and a worker in the background, and register the deployments.
 
-    Run this in the folder of prefect.yaml. Services that already run are left alone.
+    Run this in the folder of prefect.yaml. Services that already run are left alone. If
+    PREFECT_API_URL or your Prefect profile names a server, that one is used.
     """
     if importlib.util.find_spec("prefect") is None:  # before anything starts
         raise ModuleNotFoundError("No module named 'prefect'", name="prefect")
     project = Path.cwd()
-    services = bring_up(store, project, host=host, port=port, database=database)
-    server = services.server.read()
-    is_default = not store_option(store)  # Prefect's start-up plugin finds this one
+    url = bring_up(store, project, host=host, port=port, database=database)
+    services, page_url, export = Services(store), url.removesuffix("/api"), ""
+    if services.is_own(url):
+        page_url = services.server.read()["page_url"]
+        is_found = not store_option(store)  # by Prefect's start-up plugin
+        first = "Outside this directory, first" if is_found else "First"
+        export = f"{first}: export PREFECT_API_URL={url}\n"
+    logs = [each.log for each in (services.server, services.worker) if each.is_running]
     typer.echo(
-        f"Prefect UI:     {server['page_url']}\n"
-        f"Logs:           {services.server.log} {services.worker.log}\n"
-        f"{'Outside this directory, first' if is_default else 'First'}: "
-        f"export PREFECT_API_URL={server['api_url']}\n"
+        f"Prefect UI:     {page_url}\n"
+        f"Logs:           {' '.join(map(str, logs))}\n"
+        f"{export}"
         "Run the chain:  prefect deployment run dapo-full\n"
-        f"Scheduled:      {'; '.join(_schedules(project)) or 'nothing'} (prefect.yaml)\n"
-        f"Stop both:      {services.command('down')}"
+        f"Scheduled:      {'; '.join(_schedules(project)) or NOTHING_SCHEDULED}\n"
+        f"Stop:           {services.command('down')}"
     )
 
 
@@ -195,7 +211,8 @@ def _lint_variables(
 
 def _schedules(project: Path) -> list[str]:
     return [
-        f"{deployment['name']}, cron {schedule['cron']} {schedule.get('timezone', 'UTC')}"
+        f"{deployment['name']} with {deployment['parameters']['config']}, "
+        f"cron {schedule['cron']} {schedule.get('timezone', 'UTC')} (prefect.yaml)"
         for deployment in read_deployments(project)
         for schedule in deployment.get("schedules", ())
         if schedule.get("active", True)

@@ -1,10 +1,12 @@
-"""Estimates the time of a training step, calibrated by the newest run of the same name."""
+"""Estimates the time of a step and of a run, calibrated by the newest run of the same name."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,12 +15,23 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import shape_of
-from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
+from dapo_core.memory.step_time import (
+    GENERATE,
+    Machine,
+    StepTime,
+    assumed_lengths,
+    calibrate,
+    step_time,
+)
 from dapo_core.metrics.log import METRICS_FILE
 from durable import read_json_lines
 from tasks.artifacts.artifact import StoreError
 from tasks.config import ChainConfig
+from tasks.preflight.finding import Findings
+from tasks.preflight.inputs import Inputs, inputs_here
 from tasks.preflight.memory import device_limit, model_config
+from tasks.preflight.model import check_model
+from tasks.preflight.prompts import NUM_MEASURED, prompt_tokens
 from tasks.runs.history import RecordedRun, artifact_of, read_config, read_runs
 from tasks.stages import TRAIN_POLICY
 
@@ -27,12 +40,57 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 50  # newest steps of a run to use
 
 
-def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
+@dataclass(frozen=True)
+class RunTime:
+    """The estimated time of all steps and evaluations, without starts and downloads."""
+
+    step: StepTime
+    num_steps: int
+    num_evaluations: int
+    num_responses: int | None  # of one evaluation; None before its problems are fetched
+
+    @property
+    def seconds(self) -> float:
+        """Evaluations are assumed to generate as fast as training, and responses as long."""
+        tokens = self.num_evaluations * (self.num_responses or 0) * self.step.lengths.response
+        per_token = self.step.seconds[GENERATE] / self.step.generated_tokens
+        return self.num_steps * self.step.step_seconds + tokens * per_token
+
+
+def run_time(config: ChainConfig, gigabytes: float | None = None) -> RunTime:
+    """Estimate a run from its local problems; raises what `time_of` raises."""
+    findings = Findings()
+    inputs = inputs_here(config, findings)
+    step = time_of(config, gigabytes, _mean_prompt(config, inputs, findings))
+    sizes = [
+        len(found.items) * (config.evaluate if one is None else config.evaluate.of(one)).num_samples
+        for one, found in inputs.evaluated(config)
+    ]
+    models = 2 + len(config.evaluate.baselines) + len(config.checkpoint_steps)
+    return RunTime(step, config.train.total_steps, models, sum(sizes) or None)
+
+
+def _mean_prompt(config: ChainConfig, inputs: Inputs, findings: Findings) -> float | None:
+    """The mean tokens of a sample of the local training prompts; None without model or prompts."""
+    if inputs.model is None or not inputs.problems:
+        return None
+    facts = check_model(inputs.model, config, findings)
+    if facts.tokenizer is None:
+        return None
+    sample = inputs.problems[:: -(-len(inputs.problems) // NUM_MEASURED)]
+    arguments = config.rollout.chat_template_kwargs
+    return fmean(prompt_tokens(facts, [one.messages for one in sample], arguments))
+
+
+def time_of(
+    config: ChainConfig, gigabytes: float | None = None, mean_prompt: float | None = None
+) -> StepTime:
     """Estimate the step time, with lengths and corrections of an earlier training of run.name.
 
-    The factors compare that run with the estimate for its own configuration. `gigabytes` overrides
-    the device memory in GiB. Raises ConfigError for an accelerator without train.device_model, and
-    whatever `model_config` and `shape_of` raise.
+    Without one, prompts are as long as `mean_prompt`, if measured. The factors compare that run
+    with the estimate for its own configuration. `gigabytes` overrides the device memory in GiB.
+    Raises ConfigError for an accelerator without train.device_model, and whatever `model_config`
+    and `shape_of` raise.
     """
     if config.train.backend != "own":
         raise ConfigError(
@@ -44,7 +102,10 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
         ran_with, steps = training
         if found := calibrate(ran_with, shape, _machine(ran_with), steps):
             return step_time(config, shape, machine, *found)
-    return step_time(config, shape, machine, assumed_lengths(config))
+    lengths = assumed_lengths(config)
+    if mean_prompt is not None:
+        lengths = replace(lengths, prompt=mean_prompt, source="prompts measured, others assumed")
+    return step_time(config, shape, machine, lengths)
 
 
 def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, float]]] | None:

@@ -128,9 +128,9 @@ def test_the_chain_the_nightly_run_and_each_stage_have_one_deployment() -> None:
     assert list(STAGES) == list(STAGE_FLOWS)
 
 
-def test_the_nightly_run_is_scheduled_once_a_day() -> None:
+def test_the_nightly_run_is_scheduled_once_a_day_when_a_recipe_is_named() -> None:
     [schedule] = BY_NAME["dapo-nightly"]["schedules"]
-    assert schedule["active"] is True
+    assert schedule["active"] is False
     assert CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"]).timezone == "UTC"
     minute, hour, *days = schedule["cron"].split()
     assert datetime.time(int(hour), int(minute))

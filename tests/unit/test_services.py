@@ -24,7 +24,7 @@ from prefect.plugins import HookContext
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 
 from dapo_core.errors import ConfigError
-from durable import LockHeld
+from durable import LockHeld, locked
 from flows import services
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
@@ -42,6 +42,13 @@ from tests.operated import ROOT
 SLEEP = ("sleep", "600")
 PASSWORD = "correct-horse-battery"
 POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
+
+
+def test_one_work_pool_is_named_in_prefect_yaml() -> None:
+    assert services.work_pool([{"work_pool": {"name": "gpu"}}] * 2) == "gpu"
+    assert services.work_pool([{"name": "a"}]) == "dapo"
+    with pytest.raises(ConfigError, match=r"names the work pools a, dapo: name one"):
+        services.work_pool([{"work_pool": {"name": "a"}}, {}])
 
 
 class Started(Service):
@@ -260,6 +267,29 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_up_says_which_server_the_users_settings_name(
+    keeper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place, named = Services(tmp_path), f"{keeper}/api"
+    place.folder.mkdir()
+    own, free = "http://127.0.0.1:4321/api", "http://127.0.0.1:9/api"  # nothing listens there
+    place.server.record_path.write_text(json.dumps({"api_url": own, "machine": platform.node()}))
+    for url in (own, free):
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        assert services._other_server(place) is None
+    assert f"none answers at {free}, named by PREFECT_API_URL; using this store's" in caplog.text
+    monkeypatch.setenv("PREFECT_API_URL", "http://nosuch.invalid:4200/api")
+    with pytest.raises(ServicesError, match=r"http://nosuch\.invalid:4200/api does not respond;"):
+        services._other_server(place)
+    monkeypatch.delenv("PREFECT_API_URL")
+    with temporary_settings({PREFECT_API_URL: named, PREFECT_API_KEY: PASSWORD}):
+        assert services._other_server(place) == named
+        assert f"using {named}, named by your Prefect profile; starting none" in caplog.text
+        with locked(place.server.lock), pytest.raises(ServicesError, match=r"run `dapo down"):
+            services._other_server(place)
 
 
 def test_the_api_key_is_only_sent_to_the_server_in_prefects_settings(keeper: str) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
+from transformers import AutoTokenizer
 
 from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import METRICS_FILE
-from flows.config import load_config
+from flows.config import load_config, resolve_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs.history import read_run, require_artifact
-from tasks.runs.step_time import time_of
+from tasks.runs.step_time import run_time, time_of
 from tests.recorded_runs import record_run, small_config
+from tests.tiny_models import build_tiny_qwen3
+from tests.trainings import settings
 
 RECIPE = str(PROJECT_ROOT / "configs/dapo_qwen3_8b_math.yaml")
 
@@ -46,3 +50,27 @@ def test_a_run_of_the_same_name_calibrates_the_estimate(tmp_path: Path) -> None:
 def test_an_accelerator_must_be_named() -> None:
     with pytest.raises(ConfigError, match=r"set train\.device_model to one of Atlas 800T A2"):
         time_of(load_config(RECIPE, ["train.device_model=null"]))
+
+
+def test_prompts_of_local_files_are_measured_and_the_whole_run_is_estimated(tmp_path: Path) -> None:
+    model = build_tiny_qwen3(tmp_path / "model")
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+    for name, part in (("train", rows[8:]), ("eval", rows[:8])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
+    recipe = settings(data={**data, "max_prompt_tokens": 96, "prompt_template": "{problem}"})
+    recipe |= {"model": {"path": str(model)}, "store": {"path": str(tmp_path / "store")}}
+    recipe["train"]["total_steps"] = 10
+    config = resolve_config(recipe)
+    found = run_time(config)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [[{"role": "user", "content": row["problem"]}] for row in rows[8:]]
+    lengths = [
+        len(tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"])
+        for one in prompts
+    ]
+    assert found.step.lengths.prompt == pytest.approx(mean(lengths))
+    assert (found.num_steps, found.num_evaluations, found.num_responses) == (10, 2, 8)
+    per_token = found.step.seconds["generate"] / found.step.generated_tokens
+    evaluations = 2 * 8 * found.step.lengths.response * per_token
+    assert found.seconds == pytest.approx(10 * found.step.step_seconds + evaluations)
