@@ -310,6 +310,9 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
     # accuracy by level and subject, components, lengths, transitions; score, seconds and tokens of
     # training
     assert page.count("<svg") == 8
+    labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', page)
+    assert labels[0] == "Accuracy before and after, by level"
+    assert labels[1].startswith("Components of the difference")  # format and content
     assert not re.search(r"""(?:src|href)=["'](?!#|data:|\.\./train_policy/)""", page)
     assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every placeholder colour was replaced
 
