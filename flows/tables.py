@@ -233,9 +233,8 @@ def print_sample(sample: Sample) -> None:
     counts = ", ".join(
         f"{count} {verdict.replace('_', ' ')}" for verdict, count in sample.verdicts.most_common()
     )
-    steps = ", ".join(map(str, sample.steps))
     typer.secho(f"Training step {sample.step}: {counts or 'no response'}", bold=True)
-    typer.echo(f"{sample.path}\nsteps with a file: {steps}")
+    typer.echo(f"{sample.path}\nsteps with a file: {sample.named_steps}")
     if sample.num_damaged:
         typer.secho(f"{counted(sample.num_damaged, 'damaged line')} skipped", fg="yellow")
     prompt = None

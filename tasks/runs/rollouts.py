@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from dapo_core.metrics.step_files import ROLLOUTS, contrasting, read_rows, saved_steps, step_file
 from tasks.artifacts.artifact import StoreError
 from tasks.runs.history import RecordedRun, training_folder
+
+NUM_NAMED = 12  # steps
 
 
 @dataclass
@@ -23,6 +25,18 @@ class Sample:
     shown: list[Mapping[str, Any]] = field(default_factory=list)
     verdicts: Counter[str] = field(default_factory=Counter)
     num_damaged: int = 0  # lines
+
+    @property
+    def named_steps(self) -> str:
+        """The steps, without those in the middle if there are many."""
+        return _named(self.steps)
+
+
+def _named(steps: Sequence[int]) -> str:
+    names = [str(step) for step in steps]
+    if len(names) > NUM_NAMED:
+        names = [*names[: NUM_NAMED - 1], "...", names[-1]]
+    return ", ".join(names)
 
 
 def read_sample(run: RecordedRun, step: int | None, num_prompts: int) -> Sample:
@@ -40,7 +54,7 @@ def read_sample(run: RecordedRun, step: int | None, num_prompts: int) -> Sample:
     if step is not None and step not in steps:
         raise StoreError(
             f"the training of run {run.id} saved no responses of step {step}; it has steps "
-            f"{', '.join(map(str, steps))} (train.save_rollouts_every)"
+            f"{_named(steps)} (train.save_rollouts_every)"
         )
     step = steps[-1] if step is None else step
     sample = Sample(step_file(folder, ROLLOUTS, step), step, steps)

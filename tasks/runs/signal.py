@@ -34,14 +34,14 @@ from tasks.runs.plan import has_output
 from tasks.runs.run import Run, require_outputs
 
 if TYPE_CHECKING:
-    from eval.problems.items import Item
+    from eval.problems.items import EvaluationSet, Item
 
 logger = logging.getLogger(__name__)
 
 NUM_JUDGED, JUDGE_SECONDS = 200, 30.0  # answers per benchmark that the scorer reads
 NUM_CERTAIN = 50  # answers that can stop a run; fewer only warn
 NUM_DIFFERENT = 5  # answers on which scorer and grader disagree: they read different forms
-EQUAL_SHARE = 0.98  # of answers with one value, or unread, that is as good as all
+EQUAL_SHARE = 0.95  # of answers with one value, or unread, that is as good as all
 NUM_SHOWN = 2
 MAX_CHARACTERS = 10_000  # of an answer's end that the scorer reads
 TRAIN_ANYWAY = "To train nevertheless: dapo stage train-policy CONFIG, then dapo run again"
@@ -85,8 +85,9 @@ def require_signal(run: Run, data: Artifact, model: Artifact, before: Artifact) 
         return
     findings = examine_signal(run.config, data, before)
     for finding in findings:
-        log = logger.warning if finding.status == WARN else logger.info
-        log("%s", describe([finding])[0])
+        if finding.status != FAIL:  # which is raised
+            log = logger.info if finding.status == OK else logger.warning
+            log("%s", describe([finding])[0])
     findings.require()
 
 
@@ -104,9 +105,11 @@ def examine_signal(config: ChainConfig, data: Artifact, before: Artifact) -> Fin
             if own.evaluate.mode == "loglikelihood":  # nothing was generated
                 continue
             problems = folder / (benchmark_file(name) if named else EVAL_FILE)
-            judged = judge(set_of(own.evaluate, problems).items, results, training, scoring)
+            asked = set_of(own.evaluate, problems)
+            judged = judge(asked.items, results, training, scoring)
             if judged:
-                found = conclude(judged, training, own)
+                is_alike = training.asks_like(asked)
+                found = conclude(judged, is_alike, own)
                 findings.append(replace(found, where=name if named else ""))
             else:
                 logger.info("signal: the training's scorer cannot judge the answers to %s", name)
@@ -137,6 +140,12 @@ class Training:
         with pq.ParquetFile(path) as file:
             first = next(file.iter_batches(1, columns=["prompt"])).to_pylist()[0]
         return Training(frozenset(map(str, sources)), text_of(first["prompt"]))
+
+    def asks_like(self, asked: EvaluationSet) -> bool:
+        """True if the evaluation asks for answers in the same form, as far as prompts show it."""
+        forms = asked_forms(text_of(asked.items[0].prompt))
+        is_given = asked.template.name == "given"  # prepared as training's prompts are
+        return forms == asked_forms(self.prompt) and (bool(forms) or is_given)
 
 
 def judge(
@@ -184,11 +193,14 @@ def _score(scoring: Scoring, source: str, response: str, item: Item) -> Score:
         return Score(0.0, "error")
 
 
-def conclude(judged: Sequence[Judged], training: Training, config: ChainConfig) -> Finding:
-    """Say whether the answers show signal, else why they show none, with two of them."""
+def conclude(judged: Sequence[Judged], is_alike: bool, config: ChainConfig) -> Finding:
+    """Say whether the answers show signal, else why they show none, with two of them.
+
+    `is_alike`: training's prompts ask for answers in the same form.
+    """
     is_custom = config.custom_reward.path is not None
-    by_scorer = Counter(one.score.verdict for one in judged)
-    by_grader = Counter(one.row.verdict for one in judged)
+    by_scorer: Counter[str] = Counter(one.score.verdict for one in judged)
+    by_grader: Counter[str] = Counter(one.row.verdict for one in judged)
     summary = (
         f"{len(judged)} stored answers: for the training's scorer {_counted(by_scorer)}; for the "
         f"grader {_counted(by_grader)}"
@@ -198,44 +210,52 @@ def conclude(judged: Sequence[Judged], training: Training, config: ChainConfig) 
         one.score.acc if by_acc else one.score.value for one in judged if one.is_scored
     )
     ((value, num_equal),) = values.most_common(1) or [(0.0, 0)]
-    if values and num_equal < EQUAL_SHARE * len(judged):
+    if num_equal < EQUAL_SHARE * values.total():
         return Finding("signal", OK, summary)
     cause = _cause(by_scorer, by_grader, is_custom)
     is_certain = NUM_CERTAIN <= len(judged) == num_equal
-    is_certain = is_certain and _is_proof(cause, judged, training, config)
+    is_certain = is_certain and _is_proof(cause, judged, is_alike, config)
     first = sorted(judged, key=lambda one: not one.row.is_right)[:NUM_SHOWN]
     advice = f"{ADVICE[cause]}. " + (f"{TRAIN_ANYWAY}. " if is_certain else "")
     advice += "Such as" + "".join(f"\n  {_shown(one)}" for one in first)
-    why = f"the scorer gives {num_equal} of them {value:g}, and equal rewards teach nothing"
+    why = (
+        f"the scorer gives {num_equal} of them {value:g}, and equal rewards teach nothing"
+        if values
+        else "the scorer fails on all of them"
+    )
     return Finding("signal", FAIL if is_certain else WARN, summary, advice, why=why)
 
 
 def _cause(by_scorer: Mapping[str, int], by_grader: Mapping[str, int], is_custom: bool) -> str:
     """The likely cause of equal values, as in ADVICE."""
     num_judged = sum(by_scorer.values())
-    read_by_grader = by_grader["right"] + by_grader["wrong"]
+    num_more = by_grader["right"] - by_scorer["right"]
     # a user's function does not say whether it read an answer
     is_read = is_custom or by_scorer["no_answer"] < EQUAL_SHARE * num_judged
-    if by_scorer["error"] + by_scorer["timeout"] > num_judged / 2:
+    if by_scorer["error"] + by_scorer["timeout"] == num_judged:
         return "failed"
-    if by_scorer["right"] == num_judged:
-        return "differ" if by_grader["wrong"] >= NUM_DIFFERENT else "easy"
-    if by_grader["right"] >= NUM_DIFFERENT or (not is_read and read_by_grader >= NUM_DIFFERENT):
+    if by_scorer["right"] >= EQUAL_SHARE * num_judged:
+        return "differ" if -num_more >= NUM_DIFFERENT else "easy"
+    if num_more >= NUM_DIFFERENT or (not is_read and _is_read(by_grader)):
         return "differ"
-    if is_read and read_by_grader > (1 - EQUAL_SHARE) * num_judged:
-        return "hard"
-    return "cut" if by_grader["truncated"] > num_judged / 2 else "unread"
+    if by_grader["truncated"] > num_judged / 2:
+        return "cut"
+    return "hard" if is_read and _is_read(by_grader) else "unread"
 
 
-def _is_proof(
-    cause: str, judged: Sequence[Judged], training: Training, config: ChainConfig
-) -> bool:
+def _is_read(by_grader: Mapping[str, int]) -> bool:
+    num_read = by_grader["right"] + by_grader["wrong"]
+    return num_read > (1 - EQUAL_SHARE) * sum(by_grader.values())
+
+
+def _is_proof(cause: str, judged: Sequence[Judged], is_alike: bool, config: ChainConfig) -> bool:
     """True if the training's own prompts and limits would not change the outcome."""
     if cause == "differ":
-        return asked_forms(training.prompt) == asked_forms(text_of(judged[0].row.prompt))
+        return is_alike
     longest = config.evaluate.max_response_tokens or config.serve.max_model_len
     is_as_long = longest is not None and config.rollout.max_response_tokens <= longest
-    return cause == "unread" or (cause == "cut" and is_as_long)
+    is_read = _is_read(Counter[str](one.row.verdict for one in judged))
+    return cause == "unread" or (cause == "cut" and is_as_long and not is_read)
 
 
 def _counted(verdicts: Mapping[str, int]) -> str:

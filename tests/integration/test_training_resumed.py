@@ -24,7 +24,7 @@ from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.machine.stopping import TrainingStopped
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.metrics.step_files import GENERATIONS, step_file
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, saved_steps, step_file
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
@@ -96,6 +96,7 @@ class Begun:
             "total_steps": 4,
             "learning_rate": 2e-2,
             "num_ranks": 1,
+            "save_rollouts_every": 2,
         }
         sections["train"] = {**train, **changes.get("train", {})}
         return config_of(**sections)
@@ -281,3 +282,7 @@ def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
     assert importlib.import_module("crash").differences(begun.output, output) == []
     lines = read_json_lines(output / METRICS_FILE)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4], "each once"
+    assert saved_steps(output, ROLLOUTS) == saved_steps(begun.output, ROLLOUTS) == [1, 2, 4]
+    for step in (1, 2, 4):
+        texts = [step_file(each, ROLLOUTS, step).read_text() for each in (output, begun.output)]
+        assert texts[0] == texts[1] != ""

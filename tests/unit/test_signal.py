@@ -44,14 +44,18 @@ def recipe(folder: Path, num_items: int = 60, **sections: Any) -> Config:
 
 
 def answered(config: Config, folder: Path, outcomes: str, **changes: Any) -> Finding:
-    """What a recipe's answers say; `outcomes` has a letter of make_row for each problem."""
+    """What a recipe's answers say; `outcomes` has a letter of make_row for each problem.
+
+    `changes` apply to rows that are neither right nor wrong.
+    """
     (folder / "data").mkdir()
     build_dataset(config, folder / "data")
     items = list(set_of(config.evaluate, folder / "data" / EVAL_FILE).items)
     results = write_results(folder / "results", outcomes, items)
     if changes:
         pairs = zip(items, outcomes, strict=True)
-        write_rows(results, [make_row(item, letter, **changes) for item, letter in pairs])
+        rows = (make_row(item, one, **({} if one in "rw" else changes)) for item, one in pairs)
+        write_rows(results, rows)
     data, before = (Artifact("s", "k", str(path), "d") for path in (folder / "data", results))
     (finding,) = examine_signal(config, data, before)
     return finding
@@ -97,13 +101,19 @@ def test_a_model_that_answers_nothing_stops_the_run_before_it_trains(tmp_path: P
     assert "-> ''" in found.advice
 
 
-@pytest.mark.parametrize(("limit", "status"), [(8, FAIL), (4096, WARN)])
+@pytest.mark.parametrize(
+    ("limit", "num_wrong", "status"), [(8, 0, FAIL), (8, 20, WARN), (4096, 0, WARN)]
+)
 def test_cut_answers_stop_a_run_only_if_training_cuts_them_as_well(
-    tmp_path: Path, limit: int, status: str
+    tmp_path: Path, limit: int, num_wrong: int, status: str
 ) -> None:
-    lengths = {"rollout": {"max_response_tokens": limit}, "evaluate": {"max_response_tokens": 8}}
+    lengths: dict[str, Any] = {
+        "rollout": {"max_response_tokens": limit},
+        "evaluate": {"max_response_tokens": 8},
+    }
     config = recipe(tmp_path, **lengths, reward={"overlong": {"enabled": False}})
-    found = answered(config, tmp_path, "t" * 60, response="First, we note")
+    outcomes = "w" * num_wrong + "t" * (60 - num_wrong)
+    found = answered(config, tmp_path, outcomes, response="First, we note")
     assert found.status == status
     assert "raise rollout.max_response_tokens" in found.advice
 
@@ -114,7 +124,9 @@ def test_cut_answers_stop_a_run_only_if_training_cuts_them_as_well(
         ("r" * 20 + "w" * 40, OK, ""),
         ("w" * 60, WARN, "unless the training's problems are easier"),
         ("r" * 60, WARN, "unless the training's problems are harder"),
-        ("r" + "n" * 59, WARN, "in a form that the scorer reads"),
+        ("r" * 198 + "w" * 2, WARN, "unless the training's problems are harder"),
+        ("r" * 6 + "w" * 194, WARN, "unless the training's problems are easier"),
+        ("r" * 2 + "n" * 58, WARN, "in a form that the scorer reads"),
         ("n" * 20, WARN, "in a form that the scorer reads"),  # too few to be certain
         ("f" * 10 + "r" * 5 + "w" * 5, OK, ""),
     ],
@@ -127,12 +139,20 @@ def test_what_may_still_be_learned_is_trained(
     assert advice in found.advice
 
 
-@pytest.mark.parametrize(("prompt", "status"), [("aisbench", WARN), ("given", FAIL)])
+@pytest.mark.parametrize(
+    ("prompt", "asked", "status"),
+    [
+        ("aisbench", "End with #### and a number.", WARN),
+        ("given", "End with #### and a number.", FAIL),
+        ("bare", "Put it in double quotes.", WARN),
+        ("given", "Put it in double quotes.", FAIL),
+    ],
+)
 def test_answers_to_prompts_that_ask_for_another_form_than_trainings_are_no_proof(
-    tmp_path: Path, prompt: str, status: str
+    tmp_path: Path, prompt: str, asked: str, status: str
 ) -> None:
     config = recipe(tmp_path, reward={"scorers": ["exact=gsm8k"]}, evaluate={"prompt": prompt})
-    data = {**config.data.model_dump(), "prompt_template": "{problem} End with #### and a number."}
+    data = {**config.data.model_dump(), "prompt_template": f"{{problem}} {asked}"}
     config = Config.model_validate(config.model_dump() | {"data": data})
     assert answered(config, tmp_path, "r" * 60).status == status
 
@@ -141,7 +161,8 @@ def test_a_failing_scorer_is_no_proof(tmp_path: Path) -> None:
     config = recipe(tmp_path, **tagged(tmp_path))
     (tmp_path / "reward.py").write_text(TAGGED.replace("found and", "extra_info['tests'] and"))
     found = answered(config, tmp_path, "r" * 60)
-    assert (found.status, "60 error" in found.found) == (WARN, True)
+    assert (found.status, found.why) == (WARN, "the scorer fails on all of them")
+    assert "60 error" in found.found
 
 
 def test_a_benchmark_that_training_cannot_judge_neither_stops_a_run_nor_hides_another(
