@@ -116,6 +116,10 @@ _PLAIN_QUOTIENT = re.compile(
     r"(?<=[\d}])(?: ((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)"
     r"(?:\^\{?[23]\}?)?)|\s*(/ ?(?:hour|hr|day|week|month|year|pound|lb|kg|ounce|oz|gallon)))$"
 )
+# A unit above another one: \frac{\text{miles}}{\text{hour}}.
+_FRACTION = re.compile(
+    r'(?<=[\d)}⟧])\s*\\frac\s*\{\s*("[^"{}]+")\s*\}\s*\{\s*"?([A-Za-z]+)"?\s*(\^\s*\{?\d\}?)?\s*\}$'
+)
 _CHINESE = re.compile(r"(?<=[\d)}%])\s*([\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)$")
 _QUOTED = re.compile(r'\s*([*/]?)\s*\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?\s*$')
 _WORD = re.compile(r"平方|立方|[万亿]|[\u4e00-\u9fff]+|[a-z']+(?:\s*\^[\s{]*-?\d+|\d(?!\d))?|/|\d+")
@@ -145,6 +149,7 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
 def _with_quotes(text: str) -> str:
     """Quote a unit written without \\text."""
     text = _CHINESE.sub(r' "\1"', text)
+    text = _FRACTION.sub(r' \1 / "\2" \3', text)
     text = _PLAIN_QUOTIENT.sub(lambda match: f' "{match.group(1) or match.group(2)}"', text)
     if '"' in text:
         return text
