@@ -23,7 +23,16 @@ from eval.problems.options import (
     with_options,
 )
 from eval.problems.prompts import Message
-from eval.problems.rows import QUESTION, Row, Schema, needed, problem_of
+from eval.problems.rows import (
+    IDS,
+    LEVELS,
+    QUESTION,
+    SUBJECTS,
+    Row,
+    Schema,
+    needed,
+    problem_of,
+)
 from eval.problems.values import (
     PICTURE,
     Unusable,
@@ -59,12 +68,7 @@ _ONE_OPTION = re.compile(
     r"(|options?|choices?|candidate|ending|answer|opt?|sol|选项)[\s_.-]*([A-J]|\d)[).]?",
     re.IGNORECASE,
 )
-_DETAILS = {
-    "id": "index uniqueid id idx".split(),
-    "subject": "subject subfield type topic category subjectname 名称".split(),
-    "level": "level difficulty task".split(),
-    "data_source": ["datasource"],
-}
+_DETAILS = {"id": IDS, "subject": SUBJECTS, "level": LEVELS, "data_source": ("data_source",)}
 _RUNS = ("ABCDEFGHIJ", "0123456789", "123456789")
 
 
@@ -237,7 +241,7 @@ class _Named:
         taken = replace(layout, elsewhere=()).columns
         found: dict[str, Any] = {}
         for detail in details:
-            likely = self.likely(_DETAILS[detail], taken)
+            likely = self.likely(tuple(map(_word, _DETAILS[detail])), taken)
             usual = (name for name in likely if name in self.outer and self.holds_text(name))
             found[detail] = getattr(layout, detail) or next(usual, None)
         return replace(layout, **found)

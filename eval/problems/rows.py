@@ -25,7 +25,8 @@ from eval.problems.values import (
 Row = Mapping[str, Any]
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")  # verl's columns
 IDS = ("index", "unique_id", "id", "idx")
-SUBJECTS, LEVELS = ("subject", "subfield", "type", "topic", "名称"), ("level", "difficulty", "task")
+SUBJECTS = ("subject", "subfield", "type", "topic", "category", "subject_name", "名称")
+LEVELS = ("level", "difficulty", "task")
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
 # In extra_info beside `choices`: the gold answer, a text, is an integer in the file; the problem

@@ -125,7 +125,9 @@ def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, lis
         return match.end(), list(_braced(match.group(), scope, quoted))
     if not quoted and text[at + 1 : at + 2] in ("'", '"'):
         return len(text), [Piece(scope.mark(text[at:], NOT_READ), kind)]
-    return at + 1, [Piece("$", "quoted" if quoted else "literal")]
+    if quoted and text[at + 1 :]:
+        return at + 1, [Piece("$", "quoted")]
+    return at + 1, [Piece(scope.mark("$", "no variable's name follows"), "quoted")]
 
 
 def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:

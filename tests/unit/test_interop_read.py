@@ -204,6 +204,15 @@ def test_a_command_that_only_names_the_trainer_is_no_training(tmp_path: Path, te
         read_files([write(tmp_path, text)])
 
 
+@pytest.mark.parametrize("path", ["/data/$", '"/data/$"'])
+def test_a_value_that_lost_its_variable_is_refused_by_line(tmp_path: Path, path: str) -> None:
+    text = f"M={path}\n{RUN} trainer.project_name='x$' actor_rollout_ref.model.path=$M\n"
+    with pytest.raises(ForeignConfigError, match=r"1 value .*\n.*:1, no variable's name follows"):
+        read_files([write(tmp_path, text)])
+    found = read_files([write(tmp_path, text)], {"$": "x"}).settings
+    assert {setting.key: setting.value for setting in found}["trainer.project_name"] == "x$"
+
+
 def test_variables_before_the_trainer_are_its_environment(tmp_path: Path) -> None:
     reading = read_files([write(tmp_path, f"export B=1\nenv A=b docker exec -e C=d c {RUN}")])
     assert reading.environment == {"A": "b", "B": "1", "C": "d"}
