@@ -25,7 +25,8 @@ from flows.services import (
 from heartbeat import heartbeat
 
 NOTHING_SCHEDULED = (
-    "nothing; for nightly runs name your recipe at dapo-nightly in prefect.yaml, and set active"
+    "nothing; for nightly runs name your recipe at dapo-nightly in prefect.yaml, set active: true "
+    "there, and run dapo up again"
 )
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

@@ -117,7 +117,7 @@ class RecordedRun:
 def require_store(store: Path) -> None:
     """Raise StoreError if the store does not exist."""
     if not store.is_dir():
-        raise StoreError(f"there is no store {store}; name it with --store")
+        raise StoreError(f"there is no store {store}: run a recipe first, or name one with --store")
 
 
 def read_runs(store: Path) -> Iterator[RecordedRun]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -63,7 +64,7 @@ def test_prompts_of_local_files_are_measured_and_the_whole_run_is_estimated(tmp_
     recipe["train"]["total_steps"] = 10
     config = resolve_config(recipe)
     found = run_time(config)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     prompts = [[{"role": "user", "content": row["problem"]}] for row in rows[8:]]
     lengths = [
         len(tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"])
