@@ -11,7 +11,9 @@ import pytest
 
 from eval.results.rows import write_rows
 from eval.results.suite import Member, write_suite
+from flows import dapo_full
 from flows.config import Config
+from tasks import chain
 from tasks.artifacts.artifact import Artifact
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
@@ -195,8 +197,12 @@ def test_a_benchmark_that_training_cannot_judge_neither_stops_a_run_nor_hides_an
 
 
 def test_a_run_stops_before_a_training_without_signal_and_goes_on_with_a_stored_one(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("prepare_data", "fetch_model", "evaluate_model"):  # as outside of Prefect
+        task = getattr(chain, name)
+        monkeypatch.setattr(dapo_full, name, lambda *given, task=task: task.fn(*given).result())
+    monkeypatch.setattr(dapo_full, "train_policy", lambda *_, **__: pytest.fail("it trains"))
     config = small_config(tmp_path, "data.arithmetic.num_eval=60")
     labels = ("prepare_data", "fetch_model", "evaluate_before")
     with Run.start(config) as run:
@@ -213,7 +219,7 @@ def test_a_run_stops_before_a_training_without_signal_and_goes_on_with_a_stored_
         key = link_of(config, "evaluate_before").key(data, model)
         before = run.produce("evaluate_before", key, build)
         with pytest.raises(PreflightError, match=r"^signal: 60 stored answers: .* 60 no answer"):
-            require_signal(run, data, model, before)
+            dapo_full.run_chain(run, config.flow.webhook)
         assert [finding.status for finding in examine_stored_signal(config)] == [FAIL]
         produce(run, Outcome(), ("train_policy",))
         require_signal(run, data, model, before)
