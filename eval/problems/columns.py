@@ -58,10 +58,10 @@ _ANSWERS = (
     "targets ans finalans a 答案 正确答案 solution result rewardmodel output response completion"
 ).split()
 _PICTURES = "images image imgs img pictures picture imagepath videos video audios audio".split()
-_PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES}
-_PARTS |= {
-    *"table code schema hypothesis evidence facts system systemprompt pretext posttext".split()
-}
+_FURTHER_PARTS = (
+    "table code schema hypothesis evidence facts system systemprompt pretext posttext paragraphs"
+).split()
+_PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES, *_FURTHER_PARTS}
 _AFTER = "input"  # follows an instruction; other contexts precede the question
 _WRONG = re.compile("distractor|incorrect|wrong")
 _ONE_OPTION = re.compile(

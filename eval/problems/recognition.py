@@ -28,7 +28,7 @@ NOTHING_GIVEN = Layout()
 NUM_TRIED = 50  # rows used to recognize the schema of a file
 
 
-def read_as(
+def _read_as(
     path: Path, rows: Sequence[Row], known: ProblemSet
 ) -> list[tuple[dict[str, Any], Problem]]:
     """The first rows and problems as read by a registered set; empty if a row does not fit."""
@@ -64,7 +64,7 @@ def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
     """Return the registered set whose special schema reads all rows; None without one."""
     for known in SETS.values():
         is_common = known.name == CHOICE.name or any(schema.is_common for schema in known.schemas)
-        found = [] if is_common else read_as(path, rows, known)
+        found = [] if is_common else _read_as(path, rows, known)
         if _is_unmistakable(found) and not unused_besides(rows, tuple(found[0][0]))[1]:
             return known
     return None

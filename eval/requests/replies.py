@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -164,20 +164,14 @@ def _choices(payload: Any, content: bytes) -> list[dict[str, Any]]:
     """Return the choices of a reply, at least one. Raises ReplyError."""
     choices = payload.get("choices") if isinstance(payload, dict) else None
     found = [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
-    for error in _errors(payload, found):
-        code = str(error.get("code")) if isinstance(error, dict) else ""
-        status = int(code) if re.fullmatch(r"[45]\d\d", code) else HTTPStatus.OK
-        raise ReplyError(f"an error in place of a completion: {_beginning(content)!r}", status)
+    for place in (payload, *found[:1]):
+        if isinstance(place, dict) and (error := place.get("error")):
+            code = str(error.get("code")) if isinstance(error, dict) else ""
+            status = int(code) if re.fullmatch(r"[45]\d\d", code) else HTTPStatus.OK
+            raise ReplyError(f"an error in place of a completion: {_beginning(content)!r}", status)
     if not found:
         raise ReplyError(f"not a completion: {_beginning(content)!r}")
     return found
-
-
-def _errors(payload: Any, choices: list[dict[str, Any]]) -> Iterator[Any]:
-    """Yield the errors that a reply with status 200 may hold instead of a completion."""
-    for place in (payload, *choices[:1]):
-        if isinstance(place, dict) and place.get("error"):
-            yield place["error"]
 
 
 def read_count(usage: Any, name: str) -> int | None:

@@ -426,6 +426,7 @@ def test_messages_name_the_user_s_file_and_row(tmp_path: Path) -> None:
         ({"answer": "B"}, "the answers are letters of options, but the problems list none"),
         ({"distractor1": "x", "answer": "y"}, "distractor1 may belong"),
         ({"system": "Be brief.", "answer": "y"}, "system may belong"),
+        ({"post_text": ["x", "z"], "answer": "y"}, "post_text may belong"),
         ({"a": 1, "b": 2, "answer": 3}, ""),
         ({"answer1": "x", "answer2": "y", "answer": "z"}, ""),
         ({"image": {"bytes": None, "path": None}, "answer": "z"}, ""),
