@@ -109,7 +109,7 @@ class Trainer:
 
     def step(self, number: int) -> dict[str, float]:
         """Run training step `number`, starting at 1; returns its metrics."""
-        config, timer = self.config, PhaseTimer()
+        config, timer = self.config, PhaseTimer(f"training step {number}")
         draw = self._draw(number, timer)
         with timer.phase("metrics"):
             metrics = draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)

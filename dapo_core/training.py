@@ -31,6 +31,7 @@ from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.routing import require_scorers
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts
+from heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -68,7 +69,8 @@ def train(
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
         inputs = train_path, model_path, output_dir, held_out_path
-        stream, validation = _read_prompts(config, *inputs)
+        with heartbeat(lambda: "reading the training problems"):
+            stream, validation = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
         config = with_model_dtypes(config, model_path)

@@ -17,11 +17,9 @@ from rich.progress import Progress as ProgressBar
 
 from downloads import Progress as Download
 from durable import append_json_line
+from heartbeat import heartbeat
 from tasks.execution.progress import Progress
 
-logger = logging.getLogger(__name__)
-
-LOG_SECONDS = 30.0
 DOWNLOAD_SECONDS = 2.0
 
 
@@ -64,20 +62,20 @@ def reporter(file: Path | None) -> Callable[[Progress], None]:
 @contextmanager
 def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `on_progress(bytes_done, total_bytes)`, a bar on a terminal, else log lines."""
-    console = Console()
-    tenths, logged_at = 0, time.monotonic()
+    console, reached = Console(), (0, 0)
     columns = (TextColumn(label), BarColumn(), DownloadColumn())
-    with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
+    bar = ProgressBar(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task(label, total=None)
 
-        def on_progress(done: int, total: int) -> None:
-            nonlocal tenths, logged_at
-            bar.update(task, completed=done, total=total)
-            is_late = time.monotonic() - logged_at >= LOG_SECONDS
-            if bar.disable and (is_late or 10 * done >= (tenths + 1) * total):
-                tenths, logged_at = 10 * done // total if total else 10, time.monotonic()
-                logger.info("%s: %s of %s", label, decimal(done), decimal(total))
+    def on_progress(done: int, total: int) -> None:
+        nonlocal reached
+        reached = done, total
+        bar.update(task, completed=done, total=total)
 
+    def describe() -> str:
+        return f"{label}: {decimal(reached[0])} of {decimal(reached[1])}"
+
+    with heartbeat(describe) if bar.disable else bar:
         yield on_progress
 
 

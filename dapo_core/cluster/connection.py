@@ -26,6 +26,7 @@ from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.machine.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from durable import is_full, is_locked, locked
+from heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
@@ -105,7 +106,8 @@ def _private_ray(num_cpus: int) -> Iterator[Path | None]:
     # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach
     # this process.
     with locked(folder / LOCK_FILE), _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
-        _start(folder, num_cpus)
+        with heartbeat(lambda: "starting Ray"):
+            _start(folder, num_cpus)
         try:
             yield folder
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,10 @@ class PolicyRank(_Process, Policy):
         backends = device.backends(config.train.offload_shards)
         torch.distributed.init_process_group(backends, address, rank=rank, world_size=num_ranks)
         require_averages(device.torch_device())
+        if rank == 0:  # Ray forwards what a process prints to the trainer's output
+            log = logging.getLogger("heartbeat")
+            log.addHandler(logging.StreamHandler(sys.stdout))
+            log.setLevel(logging.INFO)
         super().__init__(model_path, config)
 
 

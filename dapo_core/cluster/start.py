@@ -30,6 +30,7 @@ from dapo_core.machine.versions import require_versions
 from dapo_core.memory.holdings import OF_RANKS
 from dapo_core.model.pretrained import load_model_config
 from dapo_core.weights.transfer import WeightTransfer
+from heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -82,7 +83,8 @@ def start_cluster(
                 engines.append([first.start(RolloutRank)])
                 engines[-1] += [place.start(EngineRank) for place in others]
             actors = _watched(ranks, engines)
-            policy = _load(ranks, engines, actors, str(model_path), config, folder)
+            with heartbeat(lambda: "loading the model into policy ranks and rollout workers"):
+                policy = _load(ranks, engines, actors, str(model_path), config, folder)
             weights = WeightTransfer(ranks, engines, actors.get)
             address = partial(_meeting_point, folder, ranks[0], actors)
             weights.connect(_reads_memory(places, device), address, device.has_own_memory)

@@ -79,6 +79,12 @@ class DrawProgress:
             self._remaining(now, num_ready),
         )
 
+    def end(self, num_ready: int) -> None:
+        """Log the end of a draw whose progress was logged."""
+        if (seconds := self.clock() - self._began) >= LOG_SECONDS:
+            kept = min(num_ready, self.train_prompts), self.train_prompts
+            logger.info("training step %d: %d of %d kept after %.0f s", self._step, *kept, seconds)
+
     def remember(self, group: Group) -> None:
         """Take a response of a group without signal as an example, if one is wanted."""
         if len(self._examples) < NUM_EXAMPLES:

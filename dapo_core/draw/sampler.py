@@ -100,6 +100,7 @@ class Sampler:
             while_waiting()
             self._check_progress(state)
         self._stop(state)
+        self.progress.end(len(state.ready))
         if not self.settings.dynamic:  # with dynamic sampling, a full step has scores
             self._check_scores(state.account, self.train_prompts)
         return self._finish(state)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -33,10 +33,16 @@ from dapo_core.policy.packing import StatsBuffer, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.source import WeightSource
+from heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.weights.plan import WeightPlan
+
+
+def _progress(describe: Callable[[], str]) -> AbstractContextManager[None]:
+    """Log the progress of the block, on the first rank alone."""
+    return heartbeat(describe) if torch.distributed.get_rank() == 0 else nullcontext()
 
 
 class Policy(Profiled):
@@ -111,9 +117,11 @@ class Policy(Profiled):
         self.model.train()
         parts: list[LossSums] = []
         buffer = StatsBuffer(share) if with_stats else None
-        for loss in self._losses(share, totals, buffer, parts):
-            with record_function("backward"):
-                loss.backward()
+        num_parts = len(share.micro_batches)
+        with _progress(lambda: f"update: {len(parts)} of {num_parts} micro-batches"):
+            for loss in self._losses(share, totals, buffer, parts):
+                with record_function("backward"):
+                    loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         grad_norm = norm.full_tensor().item()
         is_skipped = not math.isfinite(grad_norm)
@@ -215,10 +223,10 @@ class Policy(Profiled):
         """Return the share's log-probs and, if requested, entropy, without gradient: [b, R]."""
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
-        buffer = StatsBuffer(share)
+        buffer, number, count = StatsBuffer(share), 0, len(share.micro_batches)
         model.eval()
-        with torch.no_grad():
-            for number in range(len(share.micro_batches)):
+        with torch.no_grad(), _progress(lambda: f"log-probs: {number} of {count} micro-batches"):
+            for number in range(count):
                 row = pack(share.micro_batch(number), device, self.group)
                 buffer.add(number, row, model(row, temperature, with_entropy))
         reshard(model)  # without a backward pass, the root stays gathered

@@ -15,6 +15,7 @@ import typer
 
 from flows.cli.options import ConfigArgument, SetOption, StoreOption
 from flows.services import DEFAULT_STORE
+from heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from flows.config import Config
@@ -155,8 +156,9 @@ def train(
         steps = counted(other.step, "training step")
         typer.echo(f"{other.path}: {steps} of {settings.train.backend}")
         return
-    from dapo_core.training import train as train_model
-    from tasks.fetched_model import require_additions
+    with heartbeat(lambda: "loading torch and Ray"):
+        from dapo_core.training import train as train_model
+        from tasks.fetched_model import require_additions
 
     require_additions(settings.model, model)
     with tracked() as on_step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import heartbeat
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.correction import importance_weights
@@ -297,6 +300,31 @@ def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -
     assert rank["update"].grad_norm == pytest.approx(expected["norm"], rel=0.02)
     # the master weights
     assert {weight.dtype for weight in rank["weights"].values()} == {torch.float32}
+
+
+def _progress_lines(rank: int, config: Config, batch: Batch) -> list[str]:
+    heartbeat.SECONDS = 0.002
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    heartbeat.logger.addHandler(handler)
+    heartbeat.logger.setLevel(logging.INFO)
+    policy = Policy(config.model.path or "", config)
+    shares, _ = split_batch(batch, config.train.num_data_ranks, 30)
+    policy.log_probs(shares[rank])
+    policy.update(shares[rank], LossTotals.of(batch))
+    return lines
+
+
+def test_a_long_update_says_how_many_micro_batches_are_done(models: dict[str, Path]) -> None:
+    config = _config(models["qwen3"], {"num_ranks": 2})
+    first, second = run_ranks(2, _progress_lines, config, _batch())
+    found = [re.fullmatch(r"(\S+): (\d+) of (\d+) micro-batches \(.*\)", line) for line in first]
+    assert {match[1] for match in found if match} == {"log-probs", "update"}
+    done = [int(match[2]) for match in found if match and match[1] == "update"]
+    assert done == sorted(done)
+    assert len(set(done)) > 1
+    assert second == []  # one rank speaks for all
 
 
 def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:

@@ -42,6 +42,11 @@ def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(
         f"3 without an answer; 80 tokens/s, about {seconds} s left"
         for seconds in (8, 15)
     ]
+    progress.end(num_ready=18)
+    assert caplog.messages[2:] == ["training step 3: 16 of 16 kept after 25 s"]
+    progress.begin(4, num_carried=0)
+    progress.end(num_ready=16)  # at once
+    assert len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize(
