@@ -344,7 +344,7 @@ FOLDERS: dict[str, tuple[Alter, str]] = {
     "stale index": (_stale_index, "lists 1 tensor that its files lack, such as model.layers.9"),
     "odd name": (_renamed(SINGLE_FILE, "weights.safetensors"), "rename the file"),
     "pickled": (_pickled, "weights are pickled: load and save_pretrained it"),
-    "dangling": (_dangling, "lacks 1 of its 1 weight file"),
+    "dangling": (_dangling, r"model.safetensors is a link to .*, which does not exist"),
     "no weights": (_tensors(lambda it: {}), "contain no tensors"),
     "pointer": (_text(SINGLE_FILE, POINTER), "1 Git LFS pointer .* such as model.safetensors"),
     "small pointer": (_text("tokenizer.json", POINTER), "1 Git LFS pointer .* tokenizer.json"),
