@@ -33,7 +33,7 @@ GROUPS = {
     "Chain": ("init", "import-config", "config", "plan", "run", "stage", "runs", "export"),
     "Data and models": ("datasets", "train", "merge", "serve"),
     "Evaluation": ("eval", "grade", "compare"),
-    "Operation": ("up", "down", "doctor", "cluster", "track", "version"),
+    "Operation": ("up", "down", "doctor", "cluster", "track"),
 }
 
 
@@ -93,7 +93,7 @@ def print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command(epilog="Example: dapo version >> report.txt")
+@app.command(hidden=True, epilog="Example: dapo version >> report.txt")
 def version() -> None:
     """Show the version."""
     typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
