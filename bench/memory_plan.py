@@ -148,7 +148,7 @@ def planned_bytes(
     config: TrainingConfig, model_config: Mapping[str, Any], has_copies: bool = False
 ) -> dict[str, int]:
     """Bytes of a rank's tensors in each phase by the plan, with gloo's copies if `has_copies`."""
-    rank = rank_memory(config, shape_of(model_config))
+    rank = rank_memory(config, shape_of(model_config), has_copies)
     return {
         "old_log_probs": rank.states
         + rank.forward_weights
@@ -157,7 +157,7 @@ def planned_bytes(
         "update": rank.states
         + rank.update_weights
         + rank.update_gradients
-        + rank.update_copies * has_copies
+        + rank.update_copies
         + rank.update_activations
         + rank.update_logits,
         "optimizer": rank.states + rank.optimizer_step,

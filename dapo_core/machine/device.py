@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
@@ -145,7 +143,7 @@ class Cpu(Device):
         return min(total, int(allowed)) if allowed.isdigit() else total
 
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
-        return_freed_memory()
+        pass
 
     def take_memory(self) -> dict[str, float]:
         status = dict(
@@ -306,7 +304,6 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 _DEVICES: dict[str, Device] = {device.kind: device for device in (Cpu(), Cuda(), Npu())}
 _PEAK_RESET = Path("/proc/self/clear_refs")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 # Dense bfloat16 FLOP/s by torch device name; half of what data sheets list "with sparsity".
 _NVIDIA_PEAKS = {
@@ -370,18 +367,6 @@ def accelerators() -> list[Accelerator]:
     """Return the accelerators to look for: NPU if torch_npu is installed, and CUDA."""
     kinds: list[Accelerator] = [Npu()] if importlib.util.find_spec("torch_npu") else []
     return [*kinds, Cuda()]
-
-
-def return_freed_memory() -> None:
-    """Return every freed block of 1 MiB or more to the system, in this process.
-
-    glibc raises that threshold to the size of the blocks that are freed, up to 32 MiB, and keeps
-    what lies between blocks in use: an update of a 135M model grew to 5.3 GB instead of 3.1.
-    """
-    with contextlib.suppress(AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 1024**2)
-        mallopt(_M_TRIM_THRESHOLD, 1024**2)
 
 
 def _node_memory() -> dict[str, float]:

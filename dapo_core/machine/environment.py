@@ -12,10 +12,8 @@ RAY = {
 }
 # On a CPU: OpenMP threads that spin while they wait starve other processes on shared cores.
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-# On a CPU: torch maps blocks of 2 MiB and more as huge pages, which are faster to map again.
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Set job-wide, so that Ray can use its prestarted worker processes.
-WORKERS = {**PASSIVE_WAITING, **HUGE_PAGES, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+WORKERS = {**PASSIVE_WAITING, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
 # avoids sending weights to another process

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
 CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and collective buffers
-SLACK = 0.05  # assumed share of a rank's tensors: freed blocks that torch's allocator cannot reuse
+# Share of a rank's tensors: freed blocks that the allocator cannot reuse. Assumed for torch's,
+# measured for glibc's.
+SLACK, CPU_SLACK = 0.05, 0.25
 # Measured on a CPU: resident memory of a process after its imports.
 PROCESS_BYTES = {"rank": int(0.45 * GIB), "vllm": int(0.8 * GIB), "hf": int(0.45 * GIB)}
 OTHERS_BYTES, SCORER_BYTES = GIB, int(0.1 * GIB)
@@ -195,9 +197,9 @@ def _rank_uses(config: TrainingConfig, parts_in: Callable[[str], Iterable[Part]]
     uses = []
     for phase in PHASES:
         parts = list(parts_in(phase))
-        slack = int(SLACK * sum(on_device for _, on_device, _ in parts))
         is_cpu = config.train.device == "cpu"
-        process = PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + slack
+        process, share = (PROCESS_BYTES[RANK], CPU_SLACK) if is_cpu else (CONTEXT_BYTES, SLACK)
+        process += int(share * sum(on_device for _, on_device, _ in parts))
         uses += _uses(phase, RANK, [*parts, ("process", process, 0)])
     return uses
 

@@ -1,7 +1,7 @@
 """Memory of a policy rank by phase, in bytes; docs/memory.md explains the formulas.
 
 Symbols: n tokens of a micro-batch on the device, c bytes per element in the compute dtype; h, a, k,
-i, V as in ModelShape. Lifetimes follow FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and
+i, V as in ModelShape. Lifetimes follow FSDP2 in torch 2.13, torch.optim.AdamW, and
 transformers' decoder layers with non-reentrant checkpointing.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter: float32, see dapo_core/policy/model.py
-FOREACH = 4  # bytes per parameter: square roots of all AdamW second moments at once
+SQUARE_ROOTS = 4  # bytes per parameter: of AdamW's second moments; on accelerators of all at once
 LOGITS_ENTROPY = 12  # bytes per logit without gradient: logits, exponentials, and softmax x logits
 LOGITS_TRAINED = 20  # bytes per logit in the backward pass, with or without an entropy bonus
 HEAD_GRADIENTS = 3  # head gradients while adding those of two chunks: both and their sum
@@ -50,9 +50,11 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def rank_memory(config: TrainingConfig, shape: ModelShape) -> RankMemory:
-    """Return the memory of one rank."""
-    return _Rank(config, shape).memory()
+def rank_memory(
+    config: TrainingConfig, shape: ModelShape, counts_copies: bool = True
+) -> RankMemory:
+    """Return the memory of one rank, with or without what gloo copies."""
+    return _Rank(config, shape, counts_copies).memory()
 
 
 def layer_bytes(config: TrainingConfig, shape: ModelShape) -> int:
@@ -61,15 +63,18 @@ def layer_bytes(config: TrainingConfig, shape: ModelShape) -> int:
 
 
 class _Rank:
-    def __init__(self, config: TrainingConfig, shape: ModelShape) -> None:
+    def __init__(
+        self, config: TrainingConfig, shape: ModelShape, counts_copies: bool = True
+    ) -> None:
         train, self.shape = config.train, shape
         device = device_for(train.device)
         self.train, self.item = train, device.item_bytes(train.dtype)
+        self.has_own_memory = device.has_own_memory
         self.has_host_inputs = train.offload_activations and device.has_own_memory
         self.has_host_shards = train.offload_shards and device.has_own_memory
         self.has_grouped_attention = device.shares_key_heads and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
-        self.is_copied = device.backend == "gloo" and self.num_shards > 1
+        self.is_copied = counts_copies and device.backend == "gloo" and self.num_shards > 1
         self.has_reference = config.algorithm.kl.place != "off"
         longest = longest_sequence(config)
         self.response_share = config.rollout.max_response_tokens / longest
@@ -93,7 +98,7 @@ class _Rank:
             weights=MASTER * shard,
             gradients=GRADIENT * shard,
             optimizer=MOMENTS * shard,
-            optimizer_step=FOREACH * shard,
+            optimizer_step=self._optimizer_step(),
             reference=item * shard if self.has_reference else 0,
             pinned=sum(_pinned(MASTER * number) for number in shape.shards(self.num_shards)),
             forward_weights=scoring[0],
@@ -150,8 +155,19 @@ class _Rank:
             (first, head_gradients, 0, outputs, logits * item),
             (item * root + layers, layer_gradients, copied * layer, backward, 0),
             (0, root_gradients, copied * root, stream, 0),
-            (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0, 0),  # the optimizer step
+            (
+                0,
+                0 if self.has_host_shards else self._optimizer_step(),
+                0,
+                0,
+                0,
+            ),  # the optimizer step
         ]
+
+    def _optimizer_step(self) -> int:
+        """Return the bytes of the optimizer's temporaries."""
+        shards = self.shape.shards(self.num_shards)
+        return SQUARE_ROOTS * (sum(shards) if self.has_own_memory else max(shards))
 
     def _gathered_layers(self) -> int:
         """Return the bytes of gathered layers: one and the next one's buffer, or all."""

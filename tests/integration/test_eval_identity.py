@@ -176,6 +176,7 @@ def test_answers_after_a_failure_do_not_count_if_the_server_is_never_identified_
 ) -> None:
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 3:
+            wait_until(lambda: len(read_rows(tmp_path)) == 2, "the answers before the failure")
             server.fails_on_probes = True
             return handler.send(400, b"too long")
         if handler.number == 4:

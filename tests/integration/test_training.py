@@ -54,7 +54,7 @@ sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,tim
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
 perf/{trained_response_tokens,time_per_step,throughput} perf/{max_rss_gb,cpu_memory_used_gb}
-timing_s/{pack,metrics,turns}
+timing_s/{pack,metrics,turns,save_rollouts}
 perf/{max_rss_gb,cpu_memory_used_gb}/{generate,anchor,update,publish} weight_sync/probe_difference
 """)
 OF_STALE_TOKENS = expand("rollout/importance_{mean,truncated_ratio}")

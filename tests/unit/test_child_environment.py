@@ -102,8 +102,8 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
         CliRunner().invoke(app, ["runs", "show", "latest", "--store", str(tmp_path / "one")]).output
     )
     assert (
-        "\n  Ray's workers: OMP_WAIT_POLICY=PASSIVE THP_MEM_ALLOC_ENABLE=1 "
-        "HF_HUB_DISABLE_PROGRESS_BARS=1 GLOO_SOCKET_IFNAME=lo\n" in shown
+        "\n  Ray's workers: OMP_WAIT_POLICY=PASSIVE HF_HUB_DISABLE_PROGRESS_BARS=1 "
+        "GLOO_SOCKET_IFNAME=lo\n" in shown
     )
     words = ["runs", "show", "latest", "--store", str(tmp_path / "one"), "--json"]
     rows = json.loads(CliRunner().invoke(app, words).output)["environment"]
