@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dapo_core.machine.device import device_for
+
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
 
@@ -24,7 +26,7 @@ def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,
         weight_decay=train.weight_decay,
-        foreach=train.device != "cpu",
+        foreach=device_for(train.device).has_own_memory,
     )
 
 

@@ -26,7 +26,7 @@ from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, shown_rows
+from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS, saved_steps, shown_rows
 from eval.report.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact
@@ -192,7 +192,9 @@ class TrainingProgress:
     def _show_texts(self, last_step: int) -> None:
         """Show responses of the latest validation, and of the latest step that saved its own."""
         for kind, page in self._texts.items():
-            for step in range(last_step, self._shown[kind], -1):
+            steps = saved_steps(self.path.parent, kind)
+            fresh = [step for step in steps if self._shown[kind] < step <= last_step]
+            for step in reversed(fresh):
                 if rows := shown_rows(self.path.parent, kind, step):
                     page.show(texts_page(f"{KINDS[kind]}, training step {step}", rows))
                     self._shown[kind] = step

@@ -70,9 +70,7 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
         return outcome
 
 
-def stage_task(
-    name: str,
-) -> Callable[[StageFunction[P]], StageTask[P]]:
+def stage_task(name: str) -> Callable[[StageFunction[P]], StageTask[P]]:
     """Decorate a stage function: it takes the run, artifacts, and `label`, which names the link."""
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:

@@ -166,7 +166,7 @@ def check_overlap(config: ChainConfig, inputs: Inputs, findings: Findings) -> No
 
 
 def is_benchmark(name: str, num_problems: int) -> bool:
-    """True if training on so many distinct problems of the set is training on a benchmark."""
+    """True if this many distinct problems of a set are a benchmark, not its training split."""
     known = SETS.get(name)
     return known is not None and (not known.train or known.num_items == num_problems)
 

@@ -240,8 +240,5 @@ def describe_sampling(groups: Sequence[Sampled], config: ChainConfig) -> Finding
     if num_with_signal:
         return Finding("sampling", OK, found)
     shown = "".join(f"\n  {each.example}" for each in groups[:NUM_SHOWN])
-    why, advice = (
-        "such a training has nothing to learn from",
-        f"{cause_of(account)}. Such as{shown}",
-    )
-    return Finding("sampling", WARN, found, advice, why=why)
+    advice = f"{cause_of(account)}. Such as{shown}"
+    return Finding("sampling", WARN, found, advice, why="such a training has nothing to learn from")

@@ -182,7 +182,7 @@ def sized(
     num_ranks = 1 if is_cpu else max(machine.num_devices // 2, 1)
     workers = 1 if is_cpu else max(machine.num_devices - num_ranks, 1)
     prompts, mini, steps = (8, 8, 30) if is_cpu else (64, 16, 100)
-    while num_problems and prompts > max(num_problems, 1):
+    while num_problems and prompts > num_problems:
         prompts //= 2
     mini = min(mini, prompts)
     if num_problems:

@@ -21,47 +21,18 @@ from tests.imports import files_imported, modules_of, tree_of
 pytestmark = pytest.mark.slow  # `make check` runs them
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = (
-    "flows",
-    "tasks",
-    "dapo_core",
-    "eval",
-    "downloads",
-    "interop",
-    "durable.py",
-    "heartbeat.py",
-    "redaction.py",
-)
-OWN_MODULES = {name.removesuffix(".py") for name in OWN}
-MAY_IMPORT = {
-    "flows": {
-        "flows",
-        "tasks",
-        "dapo_core",
-        "eval",
-        "downloads",
-        "interop",
-        "durable",
-        "heartbeat",
-        "redaction",
-    },
-    "tasks": {
-        "tasks",
-        "dapo_core",
-        "eval",
-        "downloads",
-        "interop",
-        "durable",
-        "heartbeat",
-        "redaction",
-    },
-    "dapo_core": {"dapo_core", "eval", "durable", "heartbeat", "redaction"},
-    "eval": {"eval", "downloads", "durable", "heartbeat", "redaction"},
-    "downloads": {"downloads", "durable", "heartbeat", "redaction"},
+LEAVES = ("durable", "heartbeat", "redaction")
+PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop")
+OWN = (*PACKAGES, *(f"{name}.py" for name in LEAVES))
+OWN_MODULES = {*PACKAGES, *LEAVES}
+MAY_IMPORT: dict[str, set[str]] = {
+    "flows": {*OWN_MODULES},
+    "tasks": OWN_MODULES - {"flows"},
+    "dapo_core": {"dapo_core", "eval", *LEAVES},
+    "eval": {"eval", "downloads", *LEAVES},
+    "downloads": {"downloads", *LEAVES},
     "interop": {"interop"},
-    "durable.py": set(),
-    "heartbeat.py": set(),
-    "redaction.py": set(),
+    **{f"{name}.py": set() for name in LEAVES},
 }
 ONLY_IN = {
     "prefect": re.compile(r"(flows|tasks)/"),
