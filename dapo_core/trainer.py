@@ -44,7 +44,7 @@ from dapo_core.draw.texts import decoder, rollout_rows
 from dapo_core.machine.device import device_for
 from dapo_core.machine.stopping import StopRequest
 from dapo_core.machine.timers import PhaseTimer
-from dapo_core.metrics.engine_checks import probe_difference, require_sampled_alike
+from dapo_core.metrics.engine_checks import check_sampled_alike, probe_difference
 from dapo_core.metrics.flops import ActorUtilization
 from dapo_core.metrics.log import MetricsLog, format_step
 from dapo_core.metrics.step import draw_metrics, timing_metrics, training_metrics
@@ -122,7 +122,7 @@ class Trainer:
             batch, kl_metrics = self._weigh(batch, stats, timer)
             updates, stats = self._learn(batch, stats, number, timer)
             with timer.phase("metrics"):
-                require_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
+                check_sampled_alike(stats.log_probs, drawn, config, self.dtypes)
                 metrics |= kl_metrics
                 metrics |= training_metrics(groups, drawn, batch, stats, updates, config)
                 seconds = timer.seconds["update_actor"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.machine.device import device_for
 from dapo_core.machine.environment import (
+    BATCH_INVARIANT,
     DETERMINISTIC,
     LOOPBACK,
     RAY,
@@ -42,7 +43,8 @@ def given_by_training(config: TrainingConfig) -> Iterator[Given]:
     if config.run.deterministic:
         yield Given(f"policy ranks{where}", DETERMINISTIC, is_default=is_private)
     if rollout.engine == "vllm":
-        yield Given("rollout workers", VLLM_IN_PROCESS)
+        invariant = BATCH_INVARIANT if rollout.batch_invariant else {}
+        yield Given("rollout workers", VLLM_IN_PROCESS | invariant)
         has_parts = (
             train.device == "cpu" and rollout.tensor_parallel * rollout.pipeline_parallel > 1
         )

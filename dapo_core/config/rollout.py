@@ -42,6 +42,11 @@ class RolloutConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "Precision of engine weights; auto: bfloat16, on a CPU as train.dtype."
     )
+    batch_invariant: bool = key(
+        False,
+        "Use vLLM's batch-invariant kernels on cuda and npu: log-probs of a response are the same "
+        "in every batch, at the cost of speed.",
+    )
     engine_args: JsonObject = key({}, "More vLLM EngineArgs, such as {enforce_eager: true}.")
 
     @property
@@ -59,6 +64,11 @@ class RolloutConfig(Section):
         require_model_alone("rollout", self)
         require_no_own_key(self.engine_args)
         num_parts = self.tensor_parallel * self.pipeline_parallel
+        if self.engine == "hf" and self.batch_invariant:
+            raise ValueError(
+                "rollout.batch_invariant=true is a mode of vLLM, which rollout.engine=hf does not "
+                "have; set batch_invariant=false, or rollout.engine=vllm"
+            )
         if self.engine == "hf" and (num_parts > 1 or self.engine_args):
             raise ValueError(
                 f"rollout.tensor_parallel={self.tensor_parallel}, "

@@ -98,6 +98,15 @@ class TrainConfig(Section):
     on_lost_node: Literal["wait", "shrink"] = volatile(
         "wait", "wait: restart once devices suffice again; shrink: with fewer ranks and engines."
     )
+    on_mismatch: Literal["stop", "warn"] = volatile(
+        "stop", "If engine and policy differ by more than max_mismatch: stop, or log a warning."
+    )
+    max_mismatch: float | None = volatile(
+        None,
+        "Mean difference of engine's and policy's log-probs of a step's sampled tokens, in nats; "
+        "unset: what the precision explains (float32 0.001, float16 0.1, bfloat16 0.5).",
+        gt=0,
+    )
     save_rollouts_every: int = volatile(
         10,
         "Training steps between files of responses (rollouts/step_N.jsonl), also at the first and "

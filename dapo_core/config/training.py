@@ -294,6 +294,16 @@ class TrainingConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _device_has_invariant_kernels(self) -> TrainingConfig:
+        if self.rollout.batch_invariant and self.train.device == "cpu":
+            raise ValueError(
+                "rollout.batch_invariant=true with train.device=cpu: vLLM has batch-invariant "
+                "kernels for cuda (compute capability 8.0 and above) and npu (Atlas A2 and A3) "
+                "alone; set batch_invariant=false"
+            )
+        return self
+
     @property
     def anchors_before_updates(self) -> bool:
         """Whether KL in the reward or rollout correction needs old log-probs before the update."""

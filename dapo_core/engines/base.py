@@ -82,6 +82,7 @@ class EngineSettings:
     pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
     # distribute whole experts over processes instead of splitting each
     expert_parallel: bool = False
+    batch_invariant: bool = False  # a response's log-probs do not depend on its batch
     # additional arguments of vLLM's EngineArgs
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing

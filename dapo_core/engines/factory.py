@@ -46,6 +46,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         tensor_parallel=config.rollout.tensor_parallel,
         pipeline_parallel=config.rollout.pipeline_parallel,
         expert_parallel=config.rollout.expert_parallel,
+        batch_invariant=config.rollout.batch_invariant,
         engine_args=config.rollout.engine_args,
         sleep_level=device.sleep_level if config.train.is_colocated else None,
     )

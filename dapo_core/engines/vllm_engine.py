@@ -30,6 +30,7 @@ from dapo_core.engines.vllm_warnings import hide_expected_warnings
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
 from dapo_core.machine.environment import (
+    BATCH_INVARIANT,
     VLLM_IN_PROCESS,
     VLLM_PARTS_ON_CPU,
     VLLM_QUIET,
@@ -249,7 +250,7 @@ def _start(
     max_tokens: int,
     part: EnginePart | None,
 ) -> Any:
-    os.environ |= VLLM_IN_PROCESS
+    os.environ |= VLLM_IN_PROCESS | (BATCH_INVARIANT if settings.batch_invariant else {})
     set_defaults(VLLM_QUIET)
     hide_expected_warnings()
     from vllm.platforms import current_platform

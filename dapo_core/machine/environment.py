@@ -20,6 +20,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS start
 VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # folder of a vLLM server's sockets
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}  # rollout.batch_invariant
 # else vLLM requires a NUMA node per part
 VLLM_PARTS_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch
     from dapo_core.config.training import TrainingConfig
 
-MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
+logger = logging.getLogger(__name__)
+
+# Mean nats per token that rounding explains; train.max_mismatch replaces it for sampled tokens.
+MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
 def probe_difference(
@@ -44,21 +48,22 @@ def probe_difference(
     ]
     means = [_mean_difference(expected, rows) for rows in engine_log_probs(sequences)]
     worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() can miss NaN
-    if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
+    if not worst <= MAX_DIFFERENCE[coarsest]:
         raise RolloutError(
             f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} "
-            f"nats per token, more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} "
+            f"nats per token, more than the {MAX_DIFFERENCE[coarsest]:g} that {coarsest} "
             "explains: the engine does not have the policy's weights. Set train.dtype=float32 and "
             "rollout.dtype=float32 to rule out precision, or try another rollout.engine"
         )
     return worst
 
 
-def require_sampled_alike(
+def check_sampled_alike(
     log_probs: torch.Tensor, batch: Batch, config: TrainingConfig, dtypes: Collection[torch.dtype]
 ) -> None:
-    """Raise RolloutError if the step's tokens were not sampled from the policy's distribution.
+    """Check that the step's tokens were sampled from the policy's distribution.
 
+    If not, raises RolloutError under train.on_mismatch=stop, and logs a warning under `warn`.
     Unlike the probe, which scores given tokens at temperature 1, this checks the sampled tokens at
     the rollout's temperature. It compares on-policy tokens with `log_probs` [B, R], the policy's
     before its first update. With top_p, top_k or algorithm.old_log_probs=engine, there is nothing
@@ -75,22 +80,29 @@ def require_sampled_alike(
             "or train.dtype=float32"
         )
     coarsest = _coarsest(dtypes)
-    limit = MAX_PROBE_DIFFERENCE[coarsest] / min(config.rollout.temperature, 1.0)
+    limit, source = config.train.max_mismatch, "train.max_mismatch allows"
+    if limit is None:
+        limit = MAX_DIFFERENCE[coarsest] / min(config.rollout.temperature, 1.0)
+        source = f"{coarsest} explains"
     mean = float((log_probs - batch.rollout_log_probs)[is_fresh].double().abs().mean())
-    if not mean <= limit:
-        raise RolloutError(
-            f"the engines' log-probs of the {int(is_fresh.sum())} tokens they sampled differ from "
-            f"the policy's at rollout.temperature={config.rollout.temperature:g} by {mean:.4g} "
-            f"nats per token, more than the {limit:g} that {coarsest} explains: the engine "
-            "samples from another distribution, or reports the log-probs of another. Check "
-            "rollout.engine_args, or try another rollout.engine"
-        )
+    if mean <= limit:
+        return
+    found = (
+        f"the engines' log-probs of the {int(is_fresh.sum())} tokens they sampled differ from the "
+        f"policy's at rollout.temperature={config.rollout.temperature:g} by {mean:.4g} nats per "
+        f"token, more than the {limit:g} that {source}: the engine samples from another "
+        "distribution, or reports the log-probs of another. Check rollout.engine_args, or try "
+        "another rollout.engine"
+    )
+    if config.train.on_mismatch == "stop":
+        raise RolloutError(f"{found}; train.on_mismatch=warn trains on")
+    logger.warning("%s", found)
 
 
 def _coarsest(dtypes: Collection[torch.dtype]) -> str:
     """Return the name of the least precise dtype."""
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    return max(names, key=MAX_PROBE_DIFFERENCE.__getitem__)
+    return max(names, key=MAX_DIFFERENCE.__getitem__)
 
 
 def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dapo_core.algorithm.batch import Batch
     from dapo_core.config.algorithm import RolloutCorrectionConfig
 
+HIGH_DIFFERENCE = 0.1  # of a token's probability under engine and policy
 # the same under rollout/ and rollout_corr/
 SHARED_NAMES = ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")
 
@@ -31,8 +32,8 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Return mismatch_metrics, plus metrics of fresh tokens, importance weights and masked tokens.
 
-    rollout/fresh_{probs_diff_mean,probs_diff_max,kl,k3_kl}: the same over tokens sampled by the
-    step's own weights, where engine and policy are the same model. Left out without such tokens.
+    rollout/fresh_NAME: token_differences over tokens sampled by the step's own weights, where
+    engine and policy are the same model. Left out without such tokens.
     rollout/importance_mean: mean weight before importance_normalize, over the tokens that are
     weighted. rollout/importance_truncated_ratio: share of these weights that were truncated or set
     to 0. Both are left out if no token is weighted.
@@ -72,8 +73,7 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Return how far engine and policy differ on unmasked tokens; {} if there are none.
 
-    rollout/probs_diff_{mean,max}: of |exp(old) - exp(rollout)|. rollout/kl: mean of rollout - old
-    log-prob (k1). rollout/k3_kl: mean of r - 1 - log r. rollout/chi2_token: mean of r^2 - 1.
+    rollout/NAME: token_differences. rollout/chi2_token: mean of r^2 - 1.
     rollout/chi2_seq: mean over responses of (product of r)^2 - 1, with the log of the product
     clamped to +-20. rollout/ess: (sum r)^2 / (tokens * sum r^2), 1 if nothing differs.
     rollout/ppl_ratio: mean over responses of policy / engine perplexity.
@@ -118,7 +118,12 @@ def mismatch_metrics(
 def token_differences(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
-    """Return probs_diff_{mean,max}, kl and k3_kl of the tokens in `mask`; {} if there are none."""
+    """Return how far the log-probs of the tokens in `mask` differ; {} if there are none.
+
+    compared_tokens: their number. log_probs_diff_mean: mean of |old - rollout|, in nats.
+    probs_diff_{mean,max}: of |exp(old) - exp(rollout)|. probs_diff_high_ratio: share of tokens
+    where it exceeds HIGH_DIFFERENCE. kl: mean of rollout - old (k1). k3_kl: mean of r - 1 - log r.
+    """
     if not mask.any():
         return {}
     old, rollout = old_log_probs[mask], rollout_log_probs[mask]
@@ -126,8 +131,11 @@ def token_differences(
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     probs_diff = (old.exp() - rollout.exp()).abs()
     return {
+        "compared_tokens": float(len(old)),
+        "log_probs_diff_mean": float(log_ratio.abs().mean()),
         "probs_diff_mean": float(probs_diff.mean()),
         "probs_diff_max": float(probs_diff.max()),
+        "probs_diff_high_ratio": float(_share(probs_diff > HIGH_DIFFERENCE)),
         "kl": float(-log_ratio.mean()),
         "k3_kl": float((clamped.exp() - 1 - clamped).mean()),
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import escape
 
 from eval.report.compare import Comparison, GroupResult, Side
-from eval.report.training import Steps, series, with_kept_share
+from eval.report.training import Steps, series, with_derived
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +62,13 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "actor/pg_clipfrac": "clipped",
         "actor/pg_clipfrac_lower": "dual clip",
     },
+    "Engine and policy (per token)": {
+        "rollout/fresh_probs_diff_mean": "mean",
+        "rollout/fresh_probs_diff_max": "max",
+        "rollout/fresh_kl_size": "|k1|",
+        "rollout/fresh_k3_kl": "k3",
+        "rollout/fresh_probs_diff_high_ratio": "share > 0.1",
+    },
     "Gradient norm": {"actor/grad_norm": "before clipping"},
     "Dynamic sampling (share)": {
         "sampler/kept_share": "groups kept",
@@ -87,7 +94,8 @@ _BY_SET = {  # title -> pattern of the per-set metrics
     "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
     "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@[0-9]+"),
 }
-_SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
+_SIGNED = ("Reward per response", "Score by set")  # the other linear plots start at zero
+_LOGARITHMIC = ("Engine and policy (per token)",)
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
@@ -104,7 +112,7 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 def training_plots(steps: Steps) -> list[str]:
     """Training curves as SVGs, one per group of recorded metrics and per set of several."""
-    steps = with_kept_share(steps)
+    steps = with_derived(steps)
     plots = []
     for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
@@ -372,12 +380,21 @@ def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]])
         axes.plot(
             steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3
         )
-    if title not in _SIGNED:
-        axes.set_ylim(bottom=0)
-    if len(curves) > 1:  # room for the legend above the curves
+    room = 0.16 * ((len(curves) + 1) // 2)  # for the legend above the curves
+    if title in _LOGARITHMIC and any(
+        value > 0 for _, values in curves.values() for value in values
+    ):
+        axes.set_yscale("log", nonpositive="mask")
         bottom, top = axes.get_ylim()
-        axes.set_ylim(top=top + (top - bottom) * 0.16 * ((len(curves) + 1) // 2))
+        axes.set_ylim(top=top * (top / bottom) ** room)
         _legend(axes)
+    else:
+        if title not in _SIGNED:
+            axes.set_ylim(bottom=0)
+        if len(curves) > 1:
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(top=top + (top - bottom) * room)
+            _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
     return _svg_of(figure, title)

@@ -56,7 +56,7 @@ from eval.report.report import (
     write_pages,
 )
 from eval.report.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
-from eval.report.training import Steps, read_training_metrics, skipped_steps_notes
+from eval.report.training import Steps, consistency, read_training_metrics, skipped_steps_notes
 from eval.results.rows import SERVED, Evaluation, load_evaluation, make_folder
 from eval.results.statistics import SIGNIFICANCE
 from eval.results.suite import Member, Suite, describe_suite, read_suite
@@ -127,7 +127,7 @@ def write_suite_report(
         report |= _front(suite, compared, reports, steps, provenance)
         page_of = partial(_render_front, steps=steps, provenance=provenance)
     results = others.check(parsed_gates, compared, models.absent)
-    more = [*_left_out_sentences(folders), *_night_sentences(others.baselines, provenance)]
+    more = [*_left_out_sentences(folders), *_run_sentences(steps, others.baselines, provenance)]
     sentences = [*report.get("sentences", [report["verdict"]]), *more, *describe_gates(results)]
     report |= {
         "not_compared": {side: _only_in(folders, side) for side in folders},
@@ -204,10 +204,13 @@ def check_own_gates(
     return [check_gate(gate, measured, absent) for gate in parsed]
 
 
-def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
-    """How a nightly run compares with the last and the first night, if there are any."""
+def _run_sentences(
+    steps: Steps, baselines: Mapping[str, _Column], provenance: Provenance
+) -> list[str]:
+    """Whether engine and policy agree, and how a nightly run compares with earlier nights."""
     last, since = baselines.get(LAST_NIGHT), provenance.facts.get("since the first night")
-    sentences = [last_night_verdict(last.comparison(AFTER))] if last and last.pairs else []
+    sentences = [str(found)] if (found := consistency(steps)) else []
+    sentences += [last_night_verdict(last.comparison(AFTER))] if last and last.pairs else []
     return [*sentences, f"The trained model is {since}."] if since else sentences
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from durable import read_json_lines
 from eval.results.rows import ResultsError
 
 Steps = list[dict[str, Any]]  # metrics of each training step, in order
+MAX_PROBS_DIFF = 0.01  # step 0 of verl's precision guide for NPUs
+_COMPARED = ("probs_diff_mean", "log_probs_diff_mean", "probs_diff_high_ratio", "probs_diff_max")
 _GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 
 
@@ -70,9 +74,57 @@ def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in finite], [value for _, value in finite]
 
 
-def with_kept_share(steps: Steps) -> Steps:
-    """Add `sampler/kept_share` to the steps: the share of groups trained on."""
-    return [{**metrics, **_kept_share(metrics)} for metrics in steps]
+def with_derived(steps: Steps) -> Steps:
+    """Add what plots derive from metrics.
+
+    `sampler/kept_share`: the share of groups trained on. `rollout/fresh_kl_size`: |k1|, for a
+    logarithmic axis.
+    """
+    return [{**metrics, **_kept_share(metrics), **_kl_size(metrics)} for metrics in steps]
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """How far engine and policy differ on tokens sampled by the step's own weights."""
+
+    num_tokens: int
+    num_high: int  # tokens whose probability differs by more than 0.1
+    probs_diff: float  # mean over tokens
+    log_probs_diff: float  # mean over tokens, in nats
+    probs_diff_max: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the mean difference is within verl's bound for NPUs."""
+        return self.probs_diff <= MAX_PROBS_DIFF
+
+    def __str__(self) -> str:
+        verb = "agree to" if self.agrees else "DIFFER by"
+        return (
+            f"Engine and policy {verb} {self.probs_diff:.1g} in a token's probability; "
+            f"{self.num_high:,} of {self.num_tokens:,} tokens differ by more than 0.1."
+        )
+
+
+def consistency(steps: Steps) -> Consistency | None:
+    """Combine the steps' comparisons of engine and policy; None if no step recorded one."""
+    names = ("compared_tokens", *_COMPARED)
+    rows = [[metrics.get(f"rollout/fresh_{name}") for name in names] for metrics in steps]
+    complete = [row for row in rows if None not in row and row[0]]
+    if not complete:
+        return None
+    counts, *columns = zip(*complete, strict=True)
+    total = sum(counts)
+    means = [sum(map(operator.mul, counts, column)) / total for column in columns[:-1]]
+    probs_diff, log_probs_diff, high = means
+    return Consistency(
+        int(total), round(high * total), probs_diff, log_probs_diff, max(columns[-1])
+    )
+
+
+def _kl_size(metrics: dict[str, Any]) -> dict[str, float]:
+    value = metrics.get("rollout/fresh_kl")
+    return {} if value is None else {"rollout/fresh_kl_size": abs(value)}
 
 
 def _kept_share(metrics: dict[str, Any]) -> dict[str, float]:

@@ -45,6 +45,8 @@ response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio
 response/aborted_ratio response_length_non_aborted/{mean,max,min}
 global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
+rollout/{compared_tokens,log_probs_diff_mean,probs_diff_high_ratio}
+rollout/fresh_{compared_tokens,log_probs_diff_mean,probs_diff_high_ratio}
 rollout/fresh_{probs_diff_mean,probs_diff_max,kl,k3_kl}
 rollout_corr/{training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,log_ppl_diff,log_ppl_abs_diff,ppl_ratio}
 rollout_corr/{log_ppl_diff_max,log_ppl_diff_min,kl,k3_kl,chi2_token,chi2_seq}

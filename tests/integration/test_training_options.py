@@ -203,7 +203,7 @@ def test_time_in_the_driver_shows_in_the_phases_of_a_step(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every function that a step calls in the driver takes half a second more."""
-    delayed = ("draw_metrics", "shuffled", "build_batch", "require_sampled_alike", "weigh")
+    delayed = ("draw_metrics", "shuffled", "build_batch", "check_sampled_alike", "weigh")
     for name in (*delayed, "training_metrics", "probe_difference", "TrainerState"):
         call = getattr(trainer, name)
         monkeypatch.setattr(

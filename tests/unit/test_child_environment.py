@@ -57,6 +57,18 @@ def test_values_set_by_the_user_are_not_listed(tmp_path: Path) -> None:
     assert (rows["GLOO_SOCKET_IFNAME"], rows["RAY_AUTH_TOKEN"]) == ("lo", "[redacted]")
 
 
+def test_batch_invariant_kernels_are_set_for_engines_alone(tmp_path: Path) -> None:
+    keys = "rollout.engine=vllm", "train.device=cuda", "train.num_ranks=1"
+    for is_set in ("true", "false"):
+        config = small_config(tmp_path, *keys, f"rollout.batch_invariant={is_set}")
+        rows = {
+            row["name"]: row for row in child_environment(link_of(config, "train_policy"), {}, {})
+        }
+        assert ("VLLM_BATCH_INVARIANT" in rows) == (is_set == "true")
+        if is_set == "true":
+            assert rows["VLLM_BATCH_INVARIANT"]["children"] == "rollout workers"
+
+
 def test_another_trainers_variables_are_listed_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,14 @@ from tests.trainings import settings
             r"rollout\.pipeline_parallel=2 .* need rollout\.engine=vllm",
         ),
         (
+            {"batch_invariant": True},
+            r"batch_invariant=true with train\.device=cpu: vLLM has batch-invariant kernels",
+        ),
+        (
+            {"batch_invariant": True, "engine": "hf"},
+            r"vLLM, which rollout\.engine=hf does not have",
+        ),
+        (
             {"expert_parallel": True},
             r"expert_parallel=true has no effect with rollout\.tensor_parallel=1; set",
         ),

@@ -14,7 +14,7 @@ import torch
 from dapo_core.algorithm.batch import build_batch
 from dapo_core.errors import RolloutError
 from dapo_core.machine.device import device_for
-from dapo_core.metrics.engine_checks import probe_difference, require_sampled_alike
+from dapo_core.metrics.engine_checks import check_sampled_alike, probe_difference
 from dapo_core.weights import links
 from dapo_core.weights.links import SharedMemory, new_slots
 from dapo_core.weights.outbox import Outbox
@@ -58,7 +58,7 @@ def _sampled(difference: float, is_stale: bool = False, **keys: Any) -> None:
     batch = build_batch([make_group([1.0, 0.0], num_response_tokens=[2, 1])], mask_truncated=False)
     batch = dataclasses.replace(batch, is_stale=batch.response_mask & is_stale)
     config = config_of(**keys)
-    require_sampled_alike(batch.rollout_log_probs + difference, batch, config, [torch.float32])
+    check_sampled_alike(batch.rollout_log_probs + difference, batch, config, [torch.float32])
 
 
 def test_tokens_sampled_from_another_distribution_stop_the_training() -> None:
@@ -71,6 +71,15 @@ def test_tokens_sampled_from_another_distribution_stop_the_training() -> None:
     )
     with pytest.raises(RolloutError, match="3 of the policy's 3 log-probs are not finite"):
         _sampled(NAN)
+
+
+def test_a_mismatch_may_warn_and_its_bound_is_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RolloutError, match=r"1e-05 that train\.max_mismatch allows.*=warn trains"):
+        _sampled(1e-4, train={"max_mismatch": 1e-5})
+    assert not caplog.records
+    _sampled(1e-4, train={"max_mismatch": 1e-5, "on_mismatch": "warn"})
+    assert "by 0.0001 nats per token, more than the 1e-05" in caplog.text
+    _sampled(0.1, train={"max_mismatch": 0.2})
 
 
 def test_incomparable_log_probs_are_skipped() -> None:

@@ -19,7 +19,7 @@ from eval.endpoint import Sampling
 from eval.report.breakdown import Speed, measure_speed
 from eval.report.compare import ComparisonError, compare, compare_evaluations
 from eval.report.pages import format_duration
-from eval.report.plots import accuracy_plots
+from eval.report.plots import accuracy_plots, training_plots
 from eval.report.report import (
     UNKNOWN,
     Provenance,
@@ -29,7 +29,7 @@ from eval.report.report import (
     verdict,
 )
 from eval.report.suite_report import Models, write_suite_report
-from eval.report.training import read_training_metrics, training_totals, with_kept_share
+from eval.report.training import consistency, read_training_metrics, training_totals, with_derived
 from eval.results.rows import Evaluation, ResultsError
 from tests.evaluations import (
     compared,
@@ -412,11 +412,36 @@ def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
     counts = dict(zip(OUTCOMES, (4, 3, 2, 1, 6), strict=True))
-    steps = with_kept_share(
+    steps = with_derived(
         [{f"sampler/{outcome}_groups": count for outcome, count in counts.items()}, {"step": 2}]
     )
     assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16 groups
     assert steps[1] == {"step": 2}
+
+
+def test_a_report_says_whether_engine_and_policy_agree() -> None:
+    # 900 tokens at 1e-4 and 100 at 1.1e-3: (900 * 1e-4 + 100 * 1.1e-3) / 1000 = 2e-4
+    steps = [
+        {"step": 0},
+        _compared(1, tokens=900, mean=1e-4, high=1 / 900),
+        _compared(2, tokens=100, mean=1.1e-3, high=2 / 100),
+    ]
+    assert str(consistency(steps)) == (
+        "Engine and policy agree to 0.0002 in a token's probability; "
+        "3 of 1,000 tokens differ by more than 0.1."
+    )
+    assert "policy DIFFER by 0.02 in" in str(consistency([_compared(1, 10, mean=0.02, high=0.3)]))
+    assert consistency([{"step": 1, "rollout/fresh_probs_diff_mean": 0.1}]) is None
+    plots = {
+        re.search(r"Engine and policy", plot) is not None: plot for plot in training_plots(steps)
+    }
+    assert "share &gt; 0.1" in plots[True] or "share > 0.1" in plots[True]
+
+
+def _compared(step: int, tokens: int, mean: float, high: float) -> dict[str, Any]:
+    values = {"compared_tokens": tokens, "probs_diff_mean": mean, "probs_diff_high_ratio": high}
+    values |= {"log_probs_diff_mean": mean, "probs_diff_max": 0.5, "kl": -mean, "k3_kl": mean**2}
+    return {"step": step, **{f"rollout/fresh_{name}": value for name, value in values.items()}}
 
 
 def test_durations() -> None:

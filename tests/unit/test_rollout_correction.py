@@ -127,6 +127,9 @@ def test_a_changed_policy_does_not_look_like_an_engine_mismatch() -> None:
             "rollout/fresh_k3_kl": math.exp(0.1) - 1.1,
             "rollout/fresh_probs_diff_mean": policy - engine,
             "rollout/fresh_probs_diff_max": policy - engine,
+            "rollout/fresh_probs_diff_high_ratio": 0.0,
+            "rollout/fresh_log_probs_diff_mean": 0.1,
+            "rollout/fresh_compared_tokens": 5.0,
         },
         rel=1e-4,
     )
@@ -322,6 +325,9 @@ def test_mismatch_metrics() -> None:
             },
             "rollout/probs_diff_mean": 1 / 3,  # (0.25 + 0.5 + 0.25) / 3
             "rollout/probs_diff_max": 0.5,
+            "rollout/probs_diff_high_ratio": 1.0,
+            "rollout/log_probs_diff_mean": (LN2 + LN3 + LN2) / 3,
+            "rollout/compared_tokens": 3.0,
             "rollout/kl": -LN3 / 3,  # ln 0.5 + ln 3 + ln 2 = ln 3
             "rollout/k3_kl": (5.5 - 3 - LN3) / 3,  # sum r = 5.5
             "rollout/ppl_ratio": (1.5**-0.5 + 0.5) / 2,  # mean log r: ln 1.5 / 2 and ln 2
