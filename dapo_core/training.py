@@ -28,6 +28,7 @@ from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
+from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts
@@ -111,6 +112,7 @@ def _read_prompts(
     """Load all prompts, and check all input against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
+    require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
     require_known(config.rollout.engine_args)
     require_trainable(config, model_path, config.algorithm.kl.reference_path)
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)

@@ -78,7 +78,7 @@ def validates(config: ChainConfig) -> bool:
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the scorer, reference model, checkpoint and external rows in the configuration.
+    """Digests of the files in the configuration: scorer, loss, reference model, checkpoint, rows.
 
     Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """
@@ -89,7 +89,10 @@ def training_files(config: ChainConfig) -> dict[str, str]:
         inputs["checkpoint"] = checkpoint
     if (reference := config.algorithm.kl.reference_path) is not None:
         inputs["kl_reference"] = _folder_digest(reference, "algorithm.kl.reference_path")
-    files = {"custom_reward": ("custom_reward.path", config.custom_reward.path)}
+    files = {
+        "custom_reward": ("custom_reward.path", config.custom_reward.path),
+        "custom_loss": ("algorithm.custom_loss.path", config.algorithm.custom_loss.path),
+    }
     for name in ("train_rows", "held_out_rows"):
         files[name] = (f"external.{name}", getattr(config.external, name))
     return inputs | {

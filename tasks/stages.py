@@ -66,8 +66,9 @@ def _result_value(config: BaseModel, section: str) -> Any:
     if not hasattr(value, "model_fields"):
         return value
     values = result_values(value)
-    if section == "algorithm":  # the content of the reference model is an input
+    if section == "algorithm":  # the contents of these files are inputs
         del values["kl"]["reference_path"]
+        del values["custom_loss"]["path"]
     if section == "evaluate":  # by name, so that a plan can name the benchmark that changed
         values["benchmarks"] = {
             one.label: {"place": place, **one.model_dump(exclude_none=True)}
@@ -168,6 +169,7 @@ CORE = tuple(
         # these sections derive values with code
         "config/algorithm.py",
         "config/compat.py",
+        "config/losses.py",
         "config/rollout.py",
         "config/train.py",
         "config/training.py",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dapo_core.algorithm.batch import Batch, build_batch
+from dapo_core.algorithm.loss_tokens import Responses
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.reward.scorers import Verdict
@@ -74,3 +75,13 @@ def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:
     return replace(
         build_batch(groups, mask_truncated=False), advantages=torch.as_tensor(advantages).float()
     )
+
+
+def row_numbers(mask: torch.Tensor) -> torch.Tensor:
+    """The row of each token of a [b, R] mask."""
+    return torch.arange(len(mask)).unsqueeze(-1).expand(mask.shape)
+
+
+def rows_of(mask: torch.Tensor) -> Responses:
+    """The rows of a [b, R] mask as responses."""
+    return Responses(row_numbers(mask), len(mask))

@@ -41,6 +41,8 @@ class Batch:
     ref_log_probs: torch.Tensor | None = None
     # [B, R] float32, truncated policy/engine ratios; None when off
     importance_weights: torch.Tensor | None = None
+    # [B, R] bool, chosen by covariance in the mini-batch; None if the loss does not need it
+    is_selected: torch.Tensor | None = None
 
     @property
     def num_responses(self) -> int:
@@ -80,6 +82,7 @@ _PER_RESPONSE_TOKEN = (
     "old_log_probs",
     "ref_log_probs",
     "importance_weights",
+    "is_selected",
 )
 
 

@@ -1,4 +1,4 @@
-"""Policy loss with decoupled and dual clip, as sums that add up over micro-batches and ranks.
+"""The policy loss of a micro-batch, as sums that add up over micro-batches and ranks.
 
 The loss is a sum over tokens of weight * token_loss. The weights contain the denominator of the
 whole mini-batch over all ranks, so value and gradient do not depend on how the mini-batch is split.
@@ -7,12 +7,14 @@ whole mini-batch over all ranks, so value and gradient do not depend on how the 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dapo_core.algorithm.kl import MAX_LOG_RATIO, kl_estimate
+from dapo_core.algorithm.kl import kl_estimate
+from dapo_core.algorithm.loss_tokens import LossTokens
+from dapo_core.algorithm.losses import log_ratios, loss_of
 from dapo_core.config.compat import Compat
 
 if TYPE_CHECKING:
@@ -73,18 +75,6 @@ class LossTotals:
 
 
 @dataclass(frozen=True)
-class LossTokens:
-    """Inputs of the loss per token: padded [b, R] or packed [N]. Masked values may be NaN."""
-
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor  # the response's advantage, repeated for each token
-    response_mask: torch.Tensor  # bool
-    weights: torch.Tensor  # LossTotals.token_weights
-    importance_weights: torch.Tensor | None = None  # truncated policy/engine ratios; None when off
-    ref_log_probs: torch.Tensor | None = None  # of the reference model; needed with KL in the loss
-
-
-@dataclass(frozen=True)
 class LossSums:
     """Sums over a part of a mini-batch; the parts of all ranks add up to the whole."""
 
@@ -92,7 +82,7 @@ class LossSums:
     # KL to the reference, divided likewise, without its coefficient; 0 without KL in the loss
     kl_loss: float
     num_tokens: float
-    clipped: float  # tokens with a clipped ratio
+    clipped: float  # tokens that the loss clips
     clipped_dual: float  # tokens with A < 0 where the dual clip applied
     neg_log_ratio: float  # sum of old_log_probs - log_probs
 
@@ -120,13 +110,11 @@ def policy_loss(
     tokens: LossTokens,
     algorithm: AlgorithmConfig,
 ) -> PolicyLoss:
-    """Return this part's loss: clipped policy loss, entropy bonus, and KL to the reference.
+    """Return this part's loss: policy loss, entropy bonus, and KL to the reference.
 
-    With r = exp(clamp(log_probs - old_log_probs, -20, 20)), a token's policy loss is max(-A r, -A
-    clamp(r, 1 - low, 1 + high)), for A < 0 at most -A c (DAPO, arXiv:2503.14476, eq. 8; dual clip
-    arXiv:1912.09729), times its importance weight. Masked values, even NaN, affect neither loss nor
-    gradient.
-    Entropy may be None without an entropy bonus.
+    A token's policy loss (losses.py) is multiplied by its importance weight. Masked values, even
+    NaN, affect neither loss nor gradient. Entropy may be None without an entropy bonus. Collective
+    over the ranks that share a response, if the loss needs its mean.
     """
     mask = tokens.response_mask
 
@@ -134,12 +122,15 @@ def policy_loss(
         return torch.where(mask, values, 0.0)
 
     log_probs, weights = masked(log_probs), masked(tokens.weights)
-    log_ratio = (log_probs - masked(tokens.old_log_probs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = masked(tokens.advantages).to(log_probs.dtype)
-    token_loss, is_clipped, is_dual = _clipped_loss(log_ratio.exp(), advantages, algorithm)
+    inputs = replace(
+        tokens,
+        old_log_probs=masked(tokens.old_log_probs),
+        advantages=masked(tokens.advantages).to(log_probs.dtype),
+    )
+    token_loss, *are_clipped = loss_of(algorithm)(log_probs, inputs, algorithm)
     if tokens.importance_weights is not None:
         token_loss = token_loss * masked(tokens.importance_weights).detach()
-    pg_loss = (weights * token_loss).sum()
+    pg_loss = (weights * masked(token_loss)).sum()
     loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
     if algorithm.entropy_coefficient:
         if entropy is None:
@@ -157,23 +148,9 @@ def policy_loss(
         pg_loss,
         kl_loss,
         mask.sum(),
-        (is_clipped & mask).sum(),
-        (is_dual & mask).sum(),
-        -log_ratio.sum(),
+        *(mask.new_zeros(()) if each is None else (each & mask).sum() for each in are_clipped),
+        -log_ratios(log_probs, inputs).sum(),
     ]
     # one device-to-host copy instead of six
     numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
     return PolicyLoss(loss, LossSums(*numbers))
-
-
-def _clipped_loss(
-    ratio: torch.Tensor, advantages: torch.Tensor, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each token's loss, whether its ratio was clipped, and by the dual clip."""
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
-    single = torch.maximum(unclipped, clipped)
-    bound = -advantages * algorithm.clip_ratio_dual
-    is_negative = advantages < 0
-    token_loss = torch.where(is_negative, torch.minimum(bound, single), single)
-    return token_loss, clipped > unclipped, is_negative & (bound < single)

@@ -33,8 +33,9 @@ def training_identity(
     if config.train.schedule == "constant" or config.train.schedule_steps is not None:
         # training may be extended, unless the learning rate decays until the end
         del values[TOTAL_STEPS]
-    if (file := values["custom_reward.path"]) is not None:  # identified by content, not by path
-        values["custom_reward.path"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for name in ("custom_reward.path", "algorithm.custom_loss.path"):
+        if (file := values[name]) is not None:  # identified by content, not by path
+            values[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     if (reference := config.algorithm.kl.reference_path) is not None:
         values["algorithm.kl.reference_path"] = model_fingerprint(reference)
     values |= {f"data.{name}": getattr(config.data, name) for name in PROMPT_KEYS}

@@ -17,6 +17,7 @@ import torch
 
 from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
 from dapo_core.algorithm.batch import Batch, TokenStats, random_order
+from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.cluster.actors import Actors
@@ -90,7 +91,10 @@ class PolicyGroup:
             order = random_order(batch.num_groups, seed, step, number) if is_shuffled else None
             rows = mini_batches(batch, train.mini_prompts, order)
             with_stats = stats is None
-            pass_updates = [self.update(batch.select(indices), with_stats) for indices in rows]
+            pass_updates = [
+                self.update(self._mini_batch(batch, indices, step, number, place), with_stats)
+                for place, indices in enumerate(rows)
+            ]
             parts = [update.stats for update in pass_updates if update.stats is not None]
             stats = stats or _joined(batch, rows, parts)
             updates += [replace(update, stats=None) for update in pass_updates]
@@ -181,6 +185,11 @@ class PolicyGroup:
     def _has_updates(self, batch: Batch) -> bool:
         """True if the batch takes more than one optimizer step."""
         return batch.num_groups > self.config.train.mini_prompts or self.config.train.passes > 1
+
+    def _mini_batch(self, batch: Batch, indices: np.ndarray, *numbers: int) -> Batch:
+        """Return the rows, with tokens selected if the loss needs it; `numbers` identify them."""
+        algorithm, seed = self.config.algorithm, self.config.run.seed
+        return select_tokens(batch.select(indices), algorithm, seed, *numbers)
 
     def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)

@@ -53,6 +53,8 @@ def shared_paths(config: TrainingConfig, model_path: Path | None) -> dict[str, P
     paths = {} if model_path is None else {"model folder": model_path}
     if config.custom_reward.path is not None:
         paths["custom_reward.path"] = Path(config.custom_reward.path)
+    if config.algorithm.custom_loss.path is not None:
+        paths["algorithm.custom_loss.path"] = Path(config.algorithm.custom_loss.path)
     if config.algorithm.kl.reference_path is not None:
         paths["algorithm.kl.reference_path"] = Path(config.algorithm.kl.reference_path)
     return paths

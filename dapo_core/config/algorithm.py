@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key
+from dapo_core.config.losses import (
+    LOSS_KINDS,
+    ClipCovConfig,
+    CustomLossConfig,
+    DppoTvConfig,
+    DroConfig,
+    KlCovConfig,
+    LossKind,
+    SapoConfig,
+    readers,
+)
 
 
 class KLConfig(Section):
@@ -129,9 +140,32 @@ class AlgorithmConfig(Section):
         "group-mean", "Reward baseline: the mean of the group, or of its other responses (RLOO)."
     )
     normalize_by_std: bool = key(True, "Divide advantages by the group's standard deviation.")
-    clip_ratio_low: float = key(0.2, "Lower clip: ratios stop at 1 - clip_ratio_low.", ge=0, lt=1)
+    loss: Literal[
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "gmpo",
+        "dppo-tv",
+        "clip-cov",
+        "kl-cov",
+        "dro",
+        "reinforce",
+        "custom",
+    ] = key("dapo", "Policy loss of a token; docs/training.md has the formulas.")
+    clip_ratio_low: float = key(
+        0.2,
+        "Lower clip: ratios stop at 1 - clip_ratio_low. Defaults: gspo 0.0003; gmpo 0.4, a bound "
+        "of the log-ratio.",
+        ge=0,
+        lt=1,
+    )
     clip_ratio_high: float = key(
-        0.28, "Upper clip: ratios stop at 1 + clip_ratio_high (DAPO's clip-higher).", ge=0, le=10
+        0.28,
+        "Upper clip: ratios stop at 1 + clip_ratio_high (DAPO's clip-higher). Defaults: gspo "
+        "0.0004; gmpo 0.4, a bound of the log-ratio.",
+        ge=0,
+        le=10,
     )
     clip_ratio_dual: float = key(10.0, "Dual clip: ratio bound for negative advantages.", gt=1)
     loss_aggregation: Literal[
@@ -140,7 +174,11 @@ class AlgorithmConfig(Section):
         "seq-mean-token-sum",
         "seq-mean-token-mean",
         "seq-mean-token-sum-norm",
-    ] = key("token-mean", "How token losses are aggregated over a mini-batch.")
+    ] = key(
+        "token-mean",
+        "How token losses are aggregated over a mini-batch. Default of gspo, sapo and gmpo: "
+        "seq-mean-token-mean.",
+    )
     loss_norm_tokens: int | None = key(
         None, "Divisor of seq-mean-token-sum-norm, such as the response limit (Dr. GRPO).", ge=1
     )
@@ -150,11 +188,55 @@ class AlgorithmConfig(Section):
         "Denominator of the clipped ratio: the policy's log-probs before the updates, or the "
         "engine's as sampled, which saves a forward pass.",
     )
+    sapo: SapoConfig = Field(default_factory=SapoConfig)
+    clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig)
+    kl_cov: KlCovConfig = Field(default_factory=KlCovConfig)
+    dro: DroConfig = Field(default_factory=DroConfig)
+    dppo_tv: DppoTvConfig = Field(default_factory=DppoTvConfig)
+    custom_loss: CustomLossConfig = Field(default_factory=CustomLossConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     compat: Literal["none", "verl"] = key(
         "none", "verl: reproduce verl where this project differs on purpose (docs/departures.md)."
     )
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the loss needs tokens selected by covariance."""
+        return LOSS_KINDS[self.loss].selects_tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_loss(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        custom = values.get("custom_loss")
+        is_custom = isinstance(custom, dict) and custom.get("path") is not None
+        loss = values.get("loss", "custom" if is_custom else "dapo")
+        kind = LOSS_KINDS.get(str(loss), LossKind())
+        return {"loss": loss, **kind.defaults, **values}
+
+    @model_validator(mode="after")
+    def _settings_are_read(self) -> AlgorithmConfig:
+        for name, losses in readers().items():
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            value = getattr(self, name)
+            if self.loss not in losses and value != default:
+                setting = name if isinstance(value, Section) else f"{name}={value}"
+                raise ValueError(
+                    f"algorithm.{setting} would be ignored by algorithm.loss={self.loss}; remove "
+                    f"it, or set algorithm.loss to {' or '.join(losses)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _custom_loss_has_a_file(self) -> AlgorithmConfig:
+        if self.loss == "custom" and self.custom_loss.path is None:
+            raise ValueError(
+                "algorithm.loss=custom needs a file; set algorithm.custom_loss.path, or another "
+                "algorithm.loss"
+            )
+        return self
 
     @model_validator(mode="after")
     def _norm_has_its_constant(self) -> AlgorithmConfig:

@@ -306,7 +306,7 @@ class TrainingConfig(Section):
 
     @property
     def anchors_before_updates(self) -> bool:
-        """Whether KL in the reward or rollout correction needs old log-probs before the update."""
+        """Whether KL in the reward, rollout correction or the loss needs old log-probs first."""
         correction = self.rollout_correction
         if self.algorithm.old_log_probs == "engine":
             return correction.drops
@@ -315,7 +315,8 @@ class TrainingConfig(Section):
             or correction.importance_normalize
             or correction.drops
         )
-        return is_corrected or self.algorithm.kl.place == "reward"
+        is_needed = self.algorithm.kl.place == "reward" or self.algorithm.selects_tokens
+        return is_corrected or is_needed
 
     @property
     def scores_before_updates(self) -> bool:

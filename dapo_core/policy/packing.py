@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
-from dapo_core.algorithm.loss import LossTokens
+from dapo_core.algorithm.loss_tokens import LossTokens, Responses
 from dapo_core.policy.attention import Packing
 
 if TYPE_CHECKING:
@@ -109,9 +109,10 @@ def loss_tokens(
 
     mask = micro.response_mask
     optional = (micro.old_log_probs, micro.importance_weights, micro.ref_log_probs)
-    old_log_probs, weights, ref_log_probs = (
-        None if values is None else at_tokens(values) for values in optional
+    old_log_probs, weights, ref_log_probs, is_selected = (
+        None if values is None else at_tokens(values) for values in (*optional, micro.is_selected)
     )
+    numbers = torch.arange(micro.num_responses).unsqueeze(-1).expand(mask.shape)
     if old_log_probs is None:
         old_log_probs = log_probs
         sampled = (at_tokens(micro.rollout_log_probs), at_tokens(mask), at_tokens(micro.is_stale))
@@ -121,8 +122,10 @@ def loss_tokens(
         advantages=at_tokens(micro.advantages.unsqueeze(-1).expand(mask.shape)),
         response_mask=at_tokens(mask),
         weights=at_tokens(token_weights),
+        responses=Responses(at_tokens(numbers), micro.num_responses, row.packing.group),
         importance_weights=weights,
         ref_log_probs=ref_log_probs,
+        is_selected=is_selected,
     )
 
 

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.losses import loss_of
 from dapo_core.algorithm.update import Fault, Update
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.machine.device import Device, device_for
@@ -55,6 +56,7 @@ class Policy(Profiled):
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
         self.train = config.train
         self.algorithm = config.algorithm
+        loss_of(self.algorithm)  # a faulty custom loss fails here, before the model loads
         self.rollout_correction = config.rollout_correction
         self.temperature = config.rollout.temperature
         self.device: Device = device_for(self.train.device)

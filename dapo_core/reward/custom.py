@@ -1,4 +1,4 @@
-"""User-defined scorers, and the function that scoring processes run."""
+"""User-defined functions from files, and the function that scoring processes run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import inspect
 import math
 import symtable
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ from dapo_core.reward.scorers import SCORERS, Score
 
 MAX_ANSWER_CHARACTERS = 300
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+LOSS_PARAMETERS = ("log_probs", "old_log_probs", "advantages", "response_mask", "responses")
+LOSS_KEYS = ("algorithm.custom_loss.path", "algorithm.custom_loss.name")
 
 
 def require_function(
-    path: Path, name: str, keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name")
+    path: Path,
+    name: str,
+    keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name"),
+    parameters: Sequence[str] = PARAMETERS,
 ) -> None:
     """Raise ConfigError unless the file, which is not run, defines or imports the function.
 
-    `keys` are the configuration keys for the file and the function.
+    `keys` are the configuration keys for the file and the function, `parameters` its arguments.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -35,7 +40,7 @@ def require_function(
     except OSError as error:
         raise ConfigError(
             f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that "
-            f"defines {name}({', '.join(PARAMETERS)})"
+            f"defines {name}({', '.join(parameters)})"
         ) from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
@@ -44,14 +49,22 @@ def require_function(
         found = f"defines {', '.join(names)} at top level, not" if names else "does not define"
         file = f"{path}:" if keys[0] == keys[1] else ""
         setting = f"{keys[1]}={file}{names[0] if len(names) == 1 else 'NAME'}"
-        raise ConfigError(f"{path} {found} {name}; rename the scoring function or set {setting}")
+        raise ConfigError(f"{path} {found} {name}; rename the function or set {setting}")
     for function in tree.body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
-            _require_parameters(path, function)
+            _require_parameters(path, function, parameters)
 
 
-def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    """Raise ConfigError unless the function can be called with PARAMETERS as keyword arguments."""
+def require_loss(path: str | None, name: str) -> None:
+    """Raise ConfigError unless the file of algorithm.custom_loss, if set, defines the function."""
+    if path is not None:
+        require_function(Path(path), name, LOSS_KEYS, LOSS_PARAMETERS)
+
+
+def _require_parameters(
+    path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef, parameters: Sequence[str]
+) -> None:
+    """Raise ConfigError unless the function can be called with these keyword arguments."""
     signature = function.args
     named = {argument.arg for argument in (*signature.args, *signature.kwonlyargs)}
     num_required = len(signature.args) - len(signature.defaults)
@@ -59,11 +72,11 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
     obligatory = [*signature.posonlyargs, *signature.args[:num_required]]
     obligatory += [argument for argument, default in keywords if default is None]
     required = {argument.arg for argument in obligatory}
-    is_missing = not signature.kwarg and not named.issuperset(PARAMETERS)
-    if is_missing or not required.issubset(PARAMETERS):
+    is_missing = not signature.kwarg and not named.issuperset(parameters)
+    if is_missing or not required.issubset(parameters):
         raise ConfigError(
             f"{function.name}({ast.unparse(signature)}) in {path} cannot be called as "
-            f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename "
+            f"{function.name}({', '.join(f'{parameter}=...' for parameter in parameters)}); rename "
             "its parameters"
         )
 
@@ -89,15 +102,15 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
     return score
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
+def load_function(path: str, name: str, key: str = "custom_reward.path") -> Callable[..., Any]:
     """Execute the file as a module and return the function; the file's exceptions propagate.
 
     The file is always compiled: Python's bytecode cache misses a same-size change within one
     second.
     """
-    spec = importlib.util.spec_from_file_location("custom_reward", path)
+    spec = importlib.util.spec_from_file_location(key.rpartition(".")[0], path)
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")
+        raise ConfigError(f"{key}={path} is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses in the file resolve their annotations there
     exec(spec.loader.source_to_code(Path(path).read_bytes(), path), module.__dict__)

@@ -16,6 +16,7 @@ from dapo_core.demo.arithmetic import is_generated
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
 from dapo_core.policy.requirements import require_trainable
+from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from durable import leaves
@@ -77,6 +78,8 @@ def examine(
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
+    with findings.catching("loss"):
+        require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
     if config.train.backend == "own":
         with findings.catching("engine"):
             require_known(config.rollout.engine_args)

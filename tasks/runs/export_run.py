@@ -207,6 +207,7 @@ def _user_paths(config: ChainConfig) -> list[str]:
         **{source.key: source.path for source in all_sources(config)},
         "model.path": model.path,
         "custom_reward.path": scorer.path,
+        "algorithm.custom_loss.path": config.algorithm.custom_loss.path,
         "algorithm.kl.reference_path": config.algorithm.kl.reference_path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
         **{

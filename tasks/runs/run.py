@@ -20,6 +20,7 @@ from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
+from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
 from eval.problems.prompts import find_template
@@ -238,6 +239,7 @@ def check_start(config: ChainConfig) -> None:
     """
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
+    require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path)
     for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):

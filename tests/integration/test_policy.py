@@ -20,12 +20,14 @@ import heartbeat
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.correction import importance_weights
-from dapo_core.algorithm.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.loss import LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.loss_tokens import LossTokens
+from dapo_core.algorithm.losses import LOSSES
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import SINGLE_FILE
 from dapo_core.policy.rank import Policy
 from flows.config import Config
-from tests.batches import random_batch
+from tests.batches import random_batch, rows_of
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
@@ -68,7 +70,8 @@ def _batch() -> Batch:
     draw = torch.Generator().manual_seed(0)
     old = torch.rand(batch.response_mask.shape, generator=draw) * 0.4 - 5.5
     old[~batch.response_mask] = float("nan")  # padding must not matter
-    return replace(batch, old_log_probs=old, ref_log_probs=old + 0.3)
+    selected = torch.rand(batch.response_mask.shape, generator=draw) < 0.3
+    return replace(batch, old_log_probs=old, ref_log_probs=old + 0.3, is_selected=selected)
 
 
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
@@ -112,7 +115,9 @@ def _expected(config: Config, batch: Batch) -> dict[str, Any]:
         advantages=batch.advantages.unsqueeze(-1).expand(batch.response_mask.shape),
         response_mask=batch.response_mask,
         weights=totals.token_weights(batch.response_mask, config.algorithm),
+        responses=rows_of(batch.response_mask),
         ref_log_probs=batch.ref_log_probs,
+        is_selected=batch.is_selected,
     )
     part = policy_loss(log_probs, entropy, tokens, config.algorithm)
     part.loss.backward()
@@ -224,10 +229,27 @@ def test_an_update_equals_the_plain_single_process_update(
 ) -> None:
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
     expected = _expected(config, batch)
-    assert (expected["kl_loss"] > 0.01) == bool(algorithm)
+    assert (expected["kl_loss"] > 0.01) == ("kl" in algorithm)
     _require_equal(
         run_ranks(config.train.num_ranks, _update, config, batch, max_tokens), expected, batch
     )
+
+
+def _update_each(rank: int, configs: list[Config], batch: Batch) -> list[dict[str, Any]]:
+    return [_update(rank, config, batch, max_tokens=45) for config in configs]
+
+
+def test_no_loss_depends_on_micro_batches_ranks_or_cut_responses(models: dict[str, Path]) -> None:
+    train = {"num_ranks": 4, "sequence_parallel": 2}
+    configs = [_config(models["qwen3"], train, algorithm={"loss": name}) for name in LOSSES]
+    batch = _batch()
+    found = run_ranks(4, _update_each, configs, batch)
+    norms = set()
+    for config, ranks in zip(configs, zip(*found, strict=True), strict=True):
+        expected = _expected(config, batch)
+        _require_equal(list(ranks), expected, batch)
+        norms.add(expected["norm"])
+    assert len(norms) == len(LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch, random_order
-from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.algorithm.loss import LossTotals, policy_loss
+from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
@@ -24,7 +25,7 @@ from dapo_core.policy.rank import Policy
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
-from tests.batches import random_batch
+from tests.batches import random_batch, rows_of
 from tests.configs import make_config
 from tests.in_process import _Actor, without_ray
 from tests.ranks import run_ranks
@@ -92,6 +93,7 @@ def _plain(
             advantages=mini.advantages.unsqueeze(-1).expand(mini.response_mask.shape),
             response_mask=mini.response_mask,
             weights=LossTotals.of(mini).token_weights(mini.response_mask, config.algorithm),
+            responses=rows_of(mini.response_mask),
         )
         part = policy_loss(log_probs, None, tokens, config.algorithm)
         optimizer.zero_grad()

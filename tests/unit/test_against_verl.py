@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from dapo_core.algorithm.correction import importance_weights, mask_rollouts
-from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.algorithm.loss import LossTotals, policy_loss
+from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo_core.metrics.mismatch import correction_metrics
-from tests.batches import random_batch
+from tests.batches import random_batch, rows_of
 from tests.verl_wheels import verl_folder
 
 VERSION = "0.9.1"
@@ -220,7 +221,8 @@ def test_the_mini_batch_loss_equals_verls(
         OLD, log_probs, advantages, MASK.float(), aggregation, config, weights
     )
     totals = LossTotals(int(MASK.sum()), len(MASK))
-    tokens = LossTokens(OLD, advantages, MASK, totals.token_weights(MASK, algorithm), weights)
+    token_weights = totals.token_weights(MASK, algorithm)
+    tokens = LossTokens(OLD, advantages, MASK, token_weights, rows_of(MASK), weights)
     sums = policy_loss(log_probs, None, tokens, algorithm).sums
     assert sums.pg_loss == pytest.approx(float(loss), rel=1e-5)
     assert sums.clipped / sums.num_tokens == pytest.approx(metrics["actor/pg_clipfrac"])

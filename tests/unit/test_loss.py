@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from dapo_core.algorithm.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.loss import LossTotals, PolicyLoss, policy_loss
+from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.config.algorithm import AlgorithmConfig
+from tests.batches import rows_of
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)
 AGGREGATIONS = get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation)
@@ -37,7 +39,7 @@ def _tokens(
     per_token = (
         torch.tensor(advantages, dtype=old_log_probs.dtype).unsqueeze(-1).expand_as(old_log_probs)
     )
-    return LossTokens(old_log_probs, per_token, mask, weights, **more)
+    return LossTokens(old_log_probs, per_token, mask, weights, rows_of(mask), **more)
 
 
 def _one_token(
@@ -177,6 +179,7 @@ def test_masked_values_change_neither_loss_nor_gradient(aggregation: str, compat
             advantages=torch.where(mask, torch.tensor([[1.5], [-0.5], [2.0]]), filler),
             response_mask=mask,
             weights=weights,
+            responses=rows_of(mask),
             importance_weights=torch.where(mask, 0.5 - old, filler),
             ref_log_probs=torch.where(mask, old * 2, filler),
         )

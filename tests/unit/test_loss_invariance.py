@@ -16,8 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.algorithm.loss import LossTotals, policy_loss
+from dapo_core.algorithm.loss_tokens import LossTokens, Responses
+from dapo_core.algorithm.losses import LOSSES
 from dapo_core.config.algorithm import AlgorithmConfig, KLConfig
+from tests.batches import row_numbers
 
 AGGREGATIONS = get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation)
 ESTIMATORS = get_args(KLConfig.model_fields["estimator"].annotation)
@@ -37,6 +40,7 @@ class MiniBatch:
     importance_weights: torch.Tensor
     ref_log_probs: torch.Tensor
     mask: torch.Tensor
+    is_selected: torch.Tensor
 
     def map(
         self, change: Callable[[torch.Tensor], torch.Tensor], lengths: list[int] | None = None
@@ -81,15 +85,17 @@ def _mini_batches(draw: st.DrawFn) -> MiniBatch:
         importance_weights=normal(1.0).exp().clamp(max=2.0),
         ref_log_probs=old + normal(1.0),
         mask=is_response & keeps,
+        is_selected=torch.rand(shape, generator=generator) < 0.3,
     )
     hidden = batch.map(lambda values: torch.where(batch.mask, values, float("nan")))
-    return replace(hidden, mask=batch.mask)
+    return replace(hidden, mask=batch.mask, is_selected=batch.is_selected)
 
 
 @st.composite
 def _algorithms(draw: st.DrawFn) -> AlgorithmConfig:
     aggregation = draw(st.sampled_from(AGGREGATIONS))
     values: dict[str, Any] = {
+        "loss": draw(st.sampled_from(list(LOSSES))),
         "loss_aggregation": aggregation,
         "entropy_coefficient": 0.3,
         "kl": {"place": "loss", "coefficient": 0.7, "estimator": draw(st.sampled_from(ESTIMATORS))},
@@ -116,21 +122,25 @@ def _evaluate(
         for rows in share:
             part = tracked.select(rows)
             weights = totals.token_weights(part.mask, algorithm, num_share_responses)
+            row_of = row_numbers(part.mask)
             if is_packed:
                 is_response = torch.arange(weights.shape[1]) < torch.tensor(part.lengths).unsqueeze(
                     -1
                 )
-                part, weights = (
+                part, weights, row_of = (
                     part.map(lambda values, chosen=is_response: values[chosen]),
                     weights[is_response],
+                    row_of[is_response],
                 )
             tokens = LossTokens(
                 old_log_probs=part.old_log_probs,
                 advantages=part.advantages,
                 response_mask=part.mask,
                 weights=weights,
+                responses=Responses(row_of, len(rows)),
                 importance_weights=part.importance_weights,
                 ref_log_probs=part.ref_log_probs,
+                is_selected=part.is_selected,
             )
             loss = policy_loss(part.log_probs, part.entropy, tokens, algorithm)
             loss.loss.backward()
