@@ -1,4 +1,4 @@
-"""Logs what a long operation is doing, every 10 s until it ends. Standard library only."""
+"""Logs what a long operation is doing, so that no silence exceeds 10 s. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,33 +11,40 @@ from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 10.0
+SECONDS = 7.0  # of silence; an operation speaks after a quarter of it at the earliest
 
-_operations: contextvars.ContextVar[list[Callable[[], str]] | None] = contextvars.ContextVar(
+_Operation = tuple[Callable[[], str], float]  # its description, and when it began
+_operations: contextvars.ContextVar[list[_Operation] | None] = contextvars.ContextVar(
     "operations", default=None
 )
+_last_line = time.monotonic()
+
+
+def line_shown() -> None:
+    """Take note that this process has just shown a line, whatever it says."""
+    global _last_line
+    _last_line = time.monotonic()
 
 
 @contextlib.contextmanager
 def heartbeat(describe: Callable[[], str]) -> Iterator[None]:
-    """Log what `describe` returns every 10 s; inside another heartbeat, in place of that one."""
+    """Log what `describe` returns after each 7 s in which this process shows no line.
+
+    Inside another heartbeat, in place of that one.
+    """
+    operation = describe, time.monotonic()
     outer = _operations.get()
     if outer is not None:
-        outer.append(describe)
+        outer.append(operation)
         try:
             yield
         finally:
-            outer.remove(describe)
+            outer.remove(operation)
         return
-    operations, ended, began = [describe], threading.Event(), time.monotonic()
-
-    def beat() -> None:
-        while not ended.wait(SECONDS):
-            logger.info("%s (%.0f s so far)", operations[-1](), time.monotonic() - began)
-
+    operations, ended = [operation], threading.Event()
     token = _operations.set(operations)
     context = contextvars.copy_context()  # the console prints the stage
-    thread = threading.Thread(target=context.run, args=(beat,), daemon=True)
+    thread = threading.Thread(target=context.run, args=(_beat, operations, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -45,3 +52,12 @@ def heartbeat(describe: Callable[[], str]) -> Iterator[None]:
         _operations.reset(token)
         ended.set()
         thread.join()
+
+
+def _beat(operations: list[_Operation], ended: threading.Event) -> None:
+    while not ended.wait(SECONDS / 16):
+        describe, began = operations[-1]
+        now = time.monotonic()
+        if now >= max(_last_line + SECONDS, began + SECONDS / 4):
+            logger.info("%s (%.0f s so far)", describe(), now - began)
+            line_shown()

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
+from heartbeat import line_shown
+
 # Loggers hidden from the console. Prefect's repeat the run's own lines; its UI keeps them, with
 # tracebacks. The last one is ours and writes to the UI only.
 QUIET_LOGGERS = (
@@ -63,6 +65,10 @@ class StandardOutput(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        line_shown()
 
 
 def _admit(record: logging.LogRecord) -> bool:

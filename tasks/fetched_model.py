@@ -28,6 +28,7 @@ from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
 from durable import link_or_copy
+from heartbeat import heartbeat
 from tasks.artifacts.artifact import MANIFEST_NAME
 from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
@@ -138,6 +139,7 @@ def fetch_model_files(
     return snapshot
 
 
+@heartbeat(lambda: "linking the files of model.path, or copying them to another file system")
 def link_model_folder(model: ModelConfig, folder: Path) -> int:
     """Hard-link the files of model.path into `folder`, with the additions; returns their bytes.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dapo_core.draw.account import NO_SIGNAL, TokenAccount
 from dapo_core.draw.texts import Decode, example
 from dapo_core.errors import DapoError, RewardError, RolloutError, counted
+from heartbeat import SECONDS
 
 if TYPE_CHECKING:
     from dapo_core.config.sampler import SamplerConfig
@@ -23,7 +24,6 @@ STALL_ADVICE = (
     "number is near its maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise "
     "sampler.max_seconds_without_kept or lower rollout.max_response_tokens"
 )
-LOG_SECONDS = 10.0
 HINT_GROUPS = 20
 NUM_EXAMPLES = 2
 
@@ -33,7 +33,7 @@ class NotEnoughSignal(DapoError, RuntimeError):
 
 
 class DrawProgress:
-    """Logs the progress of a draw every 10 s; `decode` turns tokens into text."""
+    """Logs the progress of a draw every 7 s; `decode` turns tokens into text."""
 
     def __init__(
         self, train_prompts: int, decode: Decode, clock: Callable[[], float] = time.monotonic
@@ -52,7 +52,7 @@ class DrawProgress:
         """Start the draw of training step `step`, which has `num_carried` groups already."""
         self._step, self._num_carried, self._examples = step, num_carried, []
         self._began = now = self.clock()
-        self._next_log, self._last = now + LOG_SECONDS, (now, 0)
+        self._next_log, self._last = now + SECONDS, (now, 0)
 
     def show(
         self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int
@@ -66,7 +66,7 @@ class DrawProgress:
             return
         num_tokens = account.generated_tokens + num_open_tokens
         pace = max(num_tokens - self._last[1], 0) / (now - self._last[0])
-        self._next_log, self._last = now + LOG_SECONDS, (now, num_tokens)
+        self._next_log, self._last = now + SECONDS, (now, num_tokens)
         logger.info(
             "training step %d: %d groups drawn, %d finished, %d of %d kept, %s; %.0f tokens/s, %s",
             self._step,
@@ -81,7 +81,7 @@ class DrawProgress:
 
     def end(self, num_ready: int) -> None:
         """Log the end of a draw whose progress was logged."""
-        if (seconds := self.clock() - self._began) >= LOG_SECONDS:
+        if (seconds := self.clock() - self._began) >= SECONDS:
             kept = min(num_ready, self.train_prompts), self.train_prompts
             logger.info("training step %d: %d of %d kept after %.0f s", self._step, *kept, seconds)
 

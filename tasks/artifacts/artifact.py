@@ -17,6 +17,7 @@ from typing import Any
 from dapo_core.errors import DapoError
 from dapo_core.machine.digests import file_digest
 from durable import write_atomically
+from heartbeat import heartbeat
 
 MANIFEST_NAME = "manifest.json"
 # A file written within the clock's granularity of a check could keep its times: such files are
@@ -166,6 +167,7 @@ def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
     return artifact
 
 
+@heartbeat(lambda: "computing the digests of a stage's output")
 def list_files(
     directory: Path,
     listed: Iterable[FileEntry] = (),

@@ -32,6 +32,7 @@ from typing import Any
 
 from dapo_core.memory.devices import describe_bytes
 from durable import FULL_DISK_ERRORS, LockHeld, find_holder, is_locked, locked, publish, sync
+from heartbeat import heartbeat
 from redaction import redacted
 from tasks.artifacts.artifact import (
     ALGORITHMS,
@@ -292,6 +293,7 @@ class ArtifactStore:
         partial.mkdir(parents=True)
         return partial
 
+    @heartbeat(lambda: "publishing a stage's output")
     def _publish(
         self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]
     ) -> Artifact:

@@ -1,4 +1,4 @@
-"""Messages of a draw: a progress line every 10 s, and a hint if no group has signal."""
+"""Messages of a draw: a progress line every 7 s, and a hint if no group has signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def account(
     return count
 
 
-def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(
+def test_progress_is_logged_every_seven_seconds_with_rate_and_time_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -37,16 +37,16 @@ def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(
         seen.finished_groups = 39
         seen.generated_tokens = int(clock.now - 100) * 50  # and 30 a second of groups in flight
         progress.show(seen, 96, num_ready=10, num_open_tokens=int(clock.now - 100) * 30)
-    assert caplog.messages == [  # 8 groups in 10 s: 7.5 s for the 6 that are left
+    assert caplog.messages == [  # 8 groups in 7 s: 5.25 s for the 6 that are left
         "training step 3: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 6 all wrong, "
         f"3 without an answer; 80 tokens/s, about {seconds} s left"
-        for seconds in (8, 15)
+        for seconds in (5, 10, 16)
     ]
     progress.end(num_ready=18)
-    assert caplog.messages[2:] == ["training step 3: 16 of 16 kept after 25 s"]
+    assert caplog.messages[3:] == ["training step 3: 16 of 16 kept after 25 s"]
     progress.begin(4, num_carried=0)
     progress.end(num_ready=16)  # at once
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 4
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_a_waiting_draw_logs_progress(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises((RolloutError, NotEnoughSignal)):
         sampler.draw(step=1, while_waiting=lambda: setattr(clock, "now", clock.now + 1))
     lines = [message for message in caplog.messages if message.startswith("training step 1: ")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "4 groups drawn, 0 finished, 0 of 2 kept" in lines[0]
     assert lines[0].endswith("time left unknown: no group with signal has finished yet")

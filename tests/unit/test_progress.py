@@ -18,6 +18,7 @@ from eval.endpoint import Endpoint
 from eval.requests import run
 from eval.requests.dispatch import Dispatcher, Limits
 from flows import progress
+from flows.console import StandardOutput
 from flows.progress import StepBar, bytes_progress, download_progress, reporter
 from tasks.execution.progress import Progress, StepProgress, following
 from tests.evaluations import make_items, make_row
@@ -130,6 +131,26 @@ def test_without_a_terminal_long_work_is_logged_by_time_alone(
     with timer.phase("gen"):  # has its own lines
         time.sleep(0.05)
     assert caplog.messages == []
+
+
+def test_short_operations_in_a_row_are_not_silent_and_other_lines_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.4)
+    caplog.set_level(logging.INFO)
+
+    def run_operations(line: str = "") -> list[str]:
+        heartbeat.line_shown()
+        caplog.clear()
+        for number in range(6):  # each is shorter than the silence that is allowed
+            with heartbeat.heartbeat(lambda number=number: f"operation {number}"):  # type: ignore[misc]
+                time.sleep(0.2)
+            if line:
+                StandardOutput().handle(logging.makeLogRecord({"msg": line}))
+        return caplog.messages
+
+    assert 1 <= len(run_operations()) <= 3
+    assert run_operations(line="step 1") == []
 
 
 def test_an_evaluation_says_how_far_it_is_while_no_answer_arrives(
