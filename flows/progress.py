@@ -17,7 +17,7 @@ from rich.progress import Progress as ProgressBar
 
 from downloads import Progress as Download
 from durable import append_json_line
-from heartbeat import heartbeat
+from heartbeat import SECONDS, heartbeat, line_shown
 from tasks.execution.progress import Progress
 
 DOWNLOAD_SECONDS = 2.0
@@ -56,7 +56,14 @@ class StepBar(logging.Filter):
 
 def reporter(file: Path | None) -> Callable[[Progress], None]:
     """A function that logs progress, or appends it to a file that the caller follows."""
-    return Progress.log if file is None else lambda now: append_json_line(file, asdict(now))
+    if file is None:
+        return Progress.log
+
+    def report(now: Progress) -> None:
+        append_json_line(file, asdict(now))
+        line_shown()
+
+    return report
 
 
 @contextmanager
@@ -80,7 +87,7 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def download_progress(report: Callable[[Progress], None]) -> Callable[[Download], None]:
-    """A callback for downloads that reports their percentage, at most every 2 s."""
+    """A callback for downloads that reports each percent, at most every 2 s, at least every 7 s."""
     began, reported_at, percent = time.monotonic(), 0.0, -1
     first_bytes: int | None = None
 
@@ -89,7 +96,8 @@ def download_progress(report: Callable[[Progress], None]) -> Callable[[Download]
         first_bytes = now.bytes_done if first_bytes is None else first_bytes
         reached = 100 * now.bytes_done // now.total_bytes if now.total_bytes else 0
         is_over = now.num_done == now.num_files
-        is_due = reached > percent and time.monotonic() - reported_at >= DOWNLOAD_SECONDS
+        silence = time.monotonic() - reported_at
+        is_due = silence >= SECONDS or (reached > percent and silence >= DOWNLOAD_SECONDS)
         if not (is_due or is_over):
             return
         percent, reported_at = reached, time.monotonic()

@@ -78,19 +78,20 @@ def fetch_model(
         with _new_folder(output):
             _build_model(settings, data, output, report)
         return
-    from tasks.fetched_model import fetch_model_files, link_model_folder
+    from tasks.fetched_model import fetch_model_files, link_model_folder, model_name
 
     if settings.model.source == "path":
         with _new_folder(output):
             link_model_folder(settings.model, output)
         typer.echo(f"{output}: the files of {settings.model.path}")
         return
-    with _output_folder(output):
+    with _output_folder(output), heartbeat(lambda: f"fetching {model_name(settings.model)}"):
         on_progress = download_progress(report)
         snapshot = fetch_model_files(settings.model, output, commit, on_progress)
     typer.echo(f"{output}: {snapshot.repo} at {snapshot.commit}, digests verified")
 
 
+@heartbeat(lambda: "building the model and its tokenizer")
 def _build_model(
     settings: Config, data: Path | None, folder: Path, report: Callable[[Progress], None]
 ) -> None:

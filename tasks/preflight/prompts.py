@@ -17,10 +17,10 @@ from dapo_core.reward.routing import require_scorers
 from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, StartFailed
-from eval.problems.registry import SETS
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
+from tasks.data.benchmarks import benchmark_of
 from tasks.data.contamination import find_hits, rows_to_drop
 from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -160,15 +160,9 @@ def check_overlap(config: ChainConfig, inputs: Inputs, findings: Findings) -> No
                 _, warning = rows_to_drop(hits, len(texts), config.data.contamination)
                 if warning:
                     findings.add("contamination", WARN, warning, "use other problems in data.eval")
-        if is_benchmark(name, len(texts)):
-            found = f"data.train has the {len(texts)} problems of the benchmark {name}"
+        if (benchmark := benchmark_of(name, texts)) is not None:
+            found = f"data.train has problems of the benchmark {benchmark}, in {name}"
             findings.add("benchmark", WARN, found, BENCHMARK_ADVICE)
-
-
-def is_benchmark(name: str, num_problems: int) -> bool:
-    """True if this many distinct problems of a set are a benchmark, not its training split."""
-    known = SETS.get(name)
-    return known is not None and (not known.train or known.num_items == num_problems)
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:

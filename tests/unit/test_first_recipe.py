@@ -176,7 +176,8 @@ def test_training_on_a_part_of_a_benchmark_is_said(
     rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(num_rows)]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     written("g", "g.jsonl")
-    assert ("g.jsonl is the benchmark gsm8k: a model trained on" in caplog.text) == is_warned
+    said = "g.jsonl has problems of the benchmark gsm8k: a model trained on"
+    assert caplog.text.count(said) == is_warned
 
 
 def test_evaluating_on_the_training_file_is_refused_at_once(folder: Path) -> None:

@@ -160,8 +160,8 @@ def test_an_evaluation_says_how_far_it_is_while_no_answer_arrives(
     row = make_row(make_items(1)[0], "r")
     dispatcher = Dispatcher(Endpoint("http://localhost", "m"), Limits())
     progress = run._Progress(40, dispatcher, None)
+    progress.advance([row] * 4)
     with caplog.at_level(logging.INFO, "heartbeat"), progress.shown():
-        progress.advance([row] * 4)
         wait_until(lambda: len(caplog.messages) > 1, "two lines")
     line = r"4 of 40 items done, \d+ tokens/s, about \d+ s left \(0 s so far\)"
     assert all(re.fullmatch(line, message) for message in caplog.messages)
