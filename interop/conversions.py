@@ -292,17 +292,70 @@ def reference_path(value: Any, config: ForeignConfig) -> Any:
     return str(value)
 
 
+ESTIMATORS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "opo": "opo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+LOSSES = {
+    "vanilla": "dapo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+    "dppo_tv": "dppo-tv",
+    "clip_cov": "clip-cov",
+    "kl_cov": "kl-cov",
+    "dro": "dro",
+    "gpg": "reinforce",
+}
+_UNCLIPPED = ("sapo", "kl_cov", "dro", "gpg")
+
+
+def advantage(value: Any, config: ForeignConfig) -> Any:
+    if value not in ESTIMATORS:
+        return unsupported(f"known are {', '.join(ESTIMATORS)}")
+    is_raw = not config["algorithm.norm_adv_by_std_in_grpo"]
+    return "dr-grpo" if is_raw and ESTIMATORS[value] == "grpo" else ESTIMATORS[value]
+
+
 def normalize(value: Any, config: ForeignConfig) -> Any:
-    if config["algorithm.adv_estimator"] == "rloo":
-        note = "rloo does not divide by the standard deviation"
-        return taken(note, algorithm__normalize_by_std=False)
-    return bool(value)
+    estimator = config["algorithm.adv_estimator"]
+    if ESTIMATORS.get(estimator, "grpo") != "grpo":
+        return meaningless(f"{estimator} does not divide by the group's standard deviation")
+    return "grpo" if value else "dr-grpo"
+
+
+def _clip(ours: str, of_dppo: str) -> Callable[[Any, ForeignConfig], Any]:
+    """Return the conversion of a clip, whose meaning depends on the loss."""
+
+    def convert(value: Any, config: ForeignConfig) -> Any:
+        loss = config[f"{ACTOR}.policy_loss.loss_mode"]
+        if loss == "dppo_tv":
+            return Outcome("taken", {f"algorithm.dppo_tv.{of_dppo}": value})
+        is_dual_only = ours == "clip_ratio_dual" and loss in LOSSES and loss != "vanilla"
+        if loss in _UNCLIPPED or is_dual_only:
+            return meaningless(f"loss_mode={loss} does not read it")
+        return Outcome("taken", {f"algorithm.{ours}": value})
+
+    return convert
+
+
+clip_low, clip_high = _clip("clip_ratio_low", "low"), _clip("clip_ratio_high", "high")
+clip_dual = _clip("clip_ratio_dual", "ratio_max")
 
 
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
 def loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
+    if config[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean":
+        note = "geo_mean ignores it, and averages responses"
+        return taken(note, algorithm__loss_aggregation="seq-mean-token-mean")
     if value in _AGGREGATIONS:
         return taken(algorithm__loss_aggregation=value)
     if value != "seq-mean-token-sum-norm":

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from dapo_core.config.algorithm import AlgorithmConfig
-
 STD_FLOOR = 1e-6
+VERL_ADVANTAGES = ("grpo", "dr-grpo", "rloo")  # of algorithm.advantage
 
 
-def verl_advantages(
-    rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig
-) -> np.ndarray:
+def verl_advantages(rewards: np.ndarray, group_ids: np.ndarray, name: str) -> np.ndarray:
     """Return verl's float32 advantages, of its compute_{grpo,rloo}_outcome_advantage.
 
     Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one
@@ -30,11 +24,11 @@ def verl_advantages(
         mean, std = (
             (group.mean(), group.std()) if num > 1 else (torch.tensor(0.0), torch.tensor(1.0))
         )
-        if algorithm.baseline == "leave-one-out" and num > 1:
+        if name == "rloo" and num > 1:
             part = group * num / (num - 1) - mean * num / (num - 1)
         else:
             part = group - mean
-        parts.append(part / (std + STD_FLOOR) if algorithm.normalize_by_std else part)
+        parts.append(part / (std + STD_FLOOR) if name == "grpo" else part)
     advantages = np.empty(len(rewards), dtype=np.float32)
     advantages[order] = torch.cat(parts).numpy()
     return advantages

@@ -136,10 +136,13 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage and loss. The default is DAPO; GRPO is a choice of its keys."""
 
-    baseline: Literal["group-mean", "leave-one-out"] = key(
-        "group-mean", "Reward baseline: the mean of the group, or of its other responses (RLOO)."
+    advantage: Literal[
+        "grpo", "dr-grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "batch-std"
+    ] = key(
+        "grpo",
+        "Advantage of a response: reward - group mean, divided by the group's std (grpo, also "
+        "DAPO's), by the step's (batch-std) or not at all (dr-grpo); docs/training.md has all.",
     )
-    normalize_by_std: bool = key(True, "Divide advantages by the group's standard deviation.")
     loss: Literal[
         "dapo",
         "gspo",

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from interop import ForeignConfigError
+from interop.conversions import ESTIMATORS, LOSSES
 from interop.foreign_config import Setting, by_name
 from interop.table import NOT_SET, Row, load
 
@@ -82,6 +84,7 @@ def settings_for(
     table = load("verl" if trainer == "verl" else "mindspeed-rl")
     version = table.newest if version is None else table.require_version(version)
     ours = by_name(tree)
+    _require_known(ours, trainer)
     settings: list[Setting] = []
     for row in sorted(table.rows, key=lambda row: row.is_family):  # exact keys win over families
         names = [] if version in row.ignored else row.names(version)
@@ -100,6 +103,21 @@ def settings_for(
                 origin = _ORIGINS.get(row.key, ", ".join(row.ours))
                 settings.append(Setting(names[0], value, origin))
     return settings
+
+
+def _require_known(ours: Ours, trainer: str) -> None:
+    """Raise ForeignConfigError for a loss or an advantage that the trainer does not have."""
+    is_verl = trainer == "verl"
+    known = {
+        "algorithm.loss": LOSSES.values() if is_verl else ("dapo",),
+        "algorithm.advantage": (*ESTIMATORS.values(), "dr-grpo") if is_verl else ("grpo",),
+    }
+    for key, names in known.items():
+        if ours[key] not in names:
+            raise ForeignConfigError(
+                f"{key}={ours[key]}: {trainer} does not have it; set one of "
+                f"{', '.join(dict.fromkeys(names))}, or train.backend=own"
+            )
 
 
 def _of_family(name: str, row: Row, ours: Ours) -> Iterator[Setting]:
@@ -137,6 +155,21 @@ def _as_list(name: str) -> Inverse:
 
 def _kl(name: str, place: str) -> Inverse:
     return lambda ours: ours[f"algorithm.kl.{name}"] if _is_place(ours, place) else NOT_SET
+
+
+def _of_loss(loss: str, key: str, otherwise: str | None = None) -> Inverse:
+    """Return the inverse of a key that only one loss reads; `otherwise` is that of other losses."""
+
+    def value(ours: Ours) -> Any:
+        name = key if ours["algorithm.loss"] == loss else otherwise
+        return NOT_SET if name is None else ours[f"algorithm.{name}"]
+
+    return value
+
+
+def _estimator(ours: Ours) -> str:
+    name = ours["algorithm.advantage"].replace("dr-grpo", "grpo")
+    return next(theirs for theirs, known in ESTIMATORS.items() if known == name)
 
 
 def _adaptive_kl(name: str) -> Inverse:
@@ -232,6 +265,23 @@ _OF_VERL: dict[str, Inverse] = {
     "data.val_max_samples": lambda ours: ours["validation.num_prompts"] or -1,
     "actor_rollout_ref.model.path": lambda ours: _known(ours["model.id"] or ours["model.path"]),
     "actor_rollout_ref.ref.model.path": lambda ours: _known(ours["algorithm.kl.reference_path"]),
+    f"{_ALGORITHM}.adv_estimator": _estimator,
+    f"{_ALGORITHM}.norm_adv_by_std_in_grpo": lambda ours: (
+        ours["algorithm.advantage"] == "grpo"
+        if ours["algorithm.advantage"] in ("grpo", "dr-grpo")
+        else NOT_SET
+    ),
+    f"{_ACTOR}.clip_ratio_low": _of_loss("dppo-tv", "dppo_tv.low", "clip_ratio_low"),
+    f"{_ACTOR}.clip_ratio_high": _of_loss("dppo-tv", "dppo_tv.high", "clip_ratio_high"),
+    f"{_ACTOR}.clip_ratio_c": _of_loss("dppo-tv", "dppo_tv.ratio_max", "clip_ratio_dual"),
+    f"{_ACTOR}.policy_loss.clip_cov_ratio": _of_loss("clip-cov", "clip_cov.ratio"),
+    f"{_ACTOR}.policy_loss.clip_cov_lb": _of_loss("clip-cov", "clip_cov.low"),
+    f"{_ACTOR}.policy_loss.clip_cov_ub": _of_loss("clip-cov", "clip_cov.high"),
+    f"{_ACTOR}.policy_loss.kl_cov_ratio": _of_loss("kl-cov", "kl_cov.ratio"),
+    f"{_ACTOR}.policy_loss.ppo_kl_coef": _of_loss("kl-cov", "kl_cov.coefficient"),
+    f"{_ACTOR}.policy_loss.dro_beta": _of_loss("dro", "dro.beta"),
+    f"{_ACTOR}.tau_pos": _of_loss("sapo", "sapo.tau_positive"),
+    f"{_ACTOR}.tau_neg": _of_loss("sapo", "sapo.tau_negative"),
     f"{_ALGORITHM}.use_kl_in_reward": lambda ours: _is_place(ours, "reward"),
     f"{_ALGORITHM}.kl_ctrl.kl_coef": _kl("coefficient", "reward"),
     f"{_ALGORITHM}.kl_ctrl.type": _kl("controller", "reward"),

@@ -68,8 +68,7 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     first, second = lines = start(
         LENGTH_SCORER,
         algorithm={
-            "baseline": "leave-one-out",
-            "normalize_by_std": False,
+            "advantage": "rloo",
             "loss_aggregation": "seq-mean-token-sum-norm",
             "loss_norm_tokens": LIMIT,
             "kl": {"place": "loss", "coefficient": 0.5, "estimator": "low_var_kl+"},

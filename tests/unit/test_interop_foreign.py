@@ -45,7 +45,7 @@ def refused(*sets: str) -> list[str]:
             f"{ACTOR}.megatron.tensor_model_parallel_size=4",
             "not supported here: Megatron needs train.backend=verl.",
         ),
-        ("algorithm.adv_estimator=gae", "not supported here: known are grpo, rloo."),
+        ("algorithm.adv_estimator=gae", "here algorithm.advantage: Without norm_adv"),
         ("reward_model.overlong_buffer.len=4096", "here reward.overlong.buffer_tokens"),
         (
             "trainer.n_gpus_per_node=16",

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_core.config.algorithm import AlgorithmConfig
 from flows.config import load_config
+from interop import ForeignConfigError
 from interop.account import account_of
 from interop.foreign_config import by_name
 from interop.hydra import setting_of
@@ -63,6 +65,50 @@ def test_a_recipe_survives_verls_keys(recipe: str, version: str) -> None:
     tree = load_config(CONFIGS / f"{recipe}.yaml").model_dump(mode="json")
     assert read_back(tree, version) == {}
     assert len(settings_for(tree, "verl", version)) > 50
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "version"),
+    [
+        ({"loss": "gspo", "advantage": "rloo"}, "0.7.0"),
+        ({"loss": "cispo", "advantage": "dr-grpo", "clip_ratio_high": 4.0}, "0.9.1"),
+        ({"loss": "sapo", "advantage": "opo", "sapo": {"tau_negative": 1.5}}, "0.7.0"),
+        ({"loss": "gmpo", "advantage": "reinforce++"}, "0.9.1"),
+        ({"loss": "dppo-tv", "dppo_tv": {"low": 0.1, "high": 0.2, "ratio_max": 5.0}}, "0.9.1"),
+        ({"loss": "clip-cov", "clip_cov": {"ratio": 0.01, "low": 0.5, "high": 9.0}}, "0.7.0"),
+        ({"loss": "kl-cov", "kl_cov": {"ratio": 0.01}}, "0.9.1"),
+        ({"loss": "dro", "advantage": "reinforce++-baseline"}, "0.9.1"),
+        ({"loss": "reinforce"}, "0.9.1"),
+    ],
+    ids=str,
+)
+def test_losses_and_advantages_survive_verls_keys(algorithm: dict[str, Any], version: str) -> None:
+    tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
+    tree["algorithm"] = AlgorithmConfig.model_validate(algorithm).model_dump(mode="json")
+    settings = settings_for(tree, "verl", version)
+    account = account_of(settings, "verl", version)
+    assert account.of("misspelt", "contradicting", "unsupported", "ignored-by-trainer") == []
+    back = AlgorithmConfig.model_validate(account.tree()["algorithm"]).model_dump(mode="json")
+    del back["rollout_correction"], tree["algorithm"]["rollout_correction"]
+    assert back == tree["algorithm"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trainer"),
+    [
+        ({"advantage": "batch-std"}, "verl"),
+        ({"loss": "custom", "custom_loss": {"path": "loss.py"}}, "verl"),
+        ({"loss": "gspo"}, "mindspeed-rl"),
+        ({"advantage": "rloo"}, "mindspeed-rl"),
+    ],
+)
+def test_what_a_trainer_does_not_have_is_not_rendered_as_something_else(
+    algorithm: dict[str, Any], trainer: str
+) -> None:
+    tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
+    tree["algorithm"] = AlgorithmConfig.model_validate(algorithm).model_dump(mode="json")
+    with pytest.raises(ForeignConfigError, match=f"{trainer} does not have it; set one of "):
+        settings_for(tree, trainer)
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_pr
 BY_CONTENT |= {
     "custom_reward.path",
     "algorithm.kl.reference_path",
+    "algorithm.custom_loss.path",
     "model.chat_template",
     "model.stop_tokens",  # among the inputs, if there are any
     *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
