@@ -25,7 +25,7 @@ class Batch:
     token r.
     """
 
-    token_ids: torch.Tensor  # [B, T] int64
+    token_ids: torch.Tensor  # [B, T] int32
     prompt_lengths: torch.Tensor  # [B]
     response_lengths: torch.Tensor  # [B]
     response_mask: torch.Tensor  # [B, R] bool: tokens we train
@@ -114,7 +114,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
     response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
     width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
     num_response_tokens = max(*response_lengths, 1)
-    token_ids = np.zeros((len(pairs), width), np.int64)
+    token_ids = np.zeros((len(pairs), width), np.int32)
     rollout_log_probs = np.zeros((len(pairs), num_response_tokens), np.float32)
     mask = np.zeros(rollout_log_probs.shape, np.bool_)
     is_stale = np.zeros_like(mask)

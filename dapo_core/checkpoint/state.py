@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.draw.prompts import Prompt
@@ -45,21 +45,13 @@ class TrainerState:
 
 def state_files(state: TrainerState) -> dict[str, bytes]:
     """Return the state as file contents by file name."""
-    responses = list(chain.from_iterable(_responses(state.surplus, state.unfinished)))
-    ids = [NO_IDS, *(each.response_ids for each in responses)]
-    log_probs = [NO_LOG_PROBS, *(each.rollout_log_probs for each in responses)]
-    tokens: dict[str, np.ndarray] = {
-        "num_tokens": np.array([len(each) for each in ids[1:]], dtype=np.int64),
-        "response_ids": np.concatenate(ids),
-        "rollout_log_probs": np.concatenate(log_probs),
-    }
     groups = {"surplus": state.surplus, "unfinished": state.unfinished}
     values = asdict(replace(state, surplus=[], unfinished=[]))
     del values["surplus"], values["unfinished"]
     return {
         STATE_FILE: json.dumps(values).encode(),
         GROUPS_FILE: json.dumps(groups, default=_without_tokens).encode(),
-        TOKENS_FILE: save(tokens),
+        TOKENS_FILE: _tokens_file(_responses(state.surplus, state.unfinished)),
     }
 
 
@@ -92,6 +84,29 @@ def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
 def _responses(surplus: Sequence[Group], unfinished: Sequence[GroupRequest]) -> list[list[Any]]:
     """Return the responses of each group in the order of their tokens in the file."""
     return [group.rollouts for group in surplus] + [request.responses for request in unfinished]
+
+
+def _tokens_file(groups: Sequence[list[Any]]) -> bytes:
+    """Return the responses' tokens in the safetensors format.
+
+    They are gigabytes: joined here they are copied once, by safetensors.numpy.save four times.
+    """
+    responses = list(chain.from_iterable(groups))
+    ids = [np.asarray(each.response_ids, np.int32) for each in responses]
+    log_probs = [np.asarray(each.rollout_log_probs, np.float32) for each in responses]
+    num_tokens = np.array([len(each) for each in ids], dtype=np.int64)
+    entries, end = {}, 0
+    for name, dtype, arrays in (
+        ("num_tokens", "I64", [num_tokens]),
+        ("response_ids", "I32", ids),
+        ("rollout_log_probs", "F32", log_probs),
+    ):
+        start, end = end, end + sum(array.nbytes for array in arrays)
+        shape = [sum(map(len, arrays))]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, num_tokens, *ids, *log_probs])
 
 
 def _without_tokens(value: Any) -> dict[str, Any]:

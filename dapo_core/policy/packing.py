@@ -50,7 +50,8 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     num_padding = int(-counts.sum() % num_ranks)
     columns = torch.arange(batch.token_ids.shape[1])
     is_token = columns < counts.unsqueeze(-1)  # [b, T]
-    token_ids = torch.cat([batch.token_ids[is_token], torch.zeros(num_padding, dtype=torch.int64)])
+    padding = torch.zeros(num_padding, dtype=torch.int64)
+    token_ids = torch.cat([batch.token_ids[is_token].long(), padding])
     positions = torch.cat([columns.expand_as(is_token)[is_token], torch.arange(num_padding)])
 
     offsets = torch.arange(batch.response_mask.shape[1])

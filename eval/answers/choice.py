@@ -34,6 +34,13 @@ _BEFORE = r"(?:[\s:]|[(\[【](?![A-J][)\]】]))*"
 _OPENING = re.compile(rf"{_BEFORE}(?:both\s+)?(?:options?|choices?|选项?)?{_BEFORE}", re.IGNORECASE)
 # `C.`, `C:`, `C)`, `(C)`
 _LABEL = re.compile(r"([(\[【]?)(?<![A-Za-z0-9])([A-J])([)\]】]|[.:](?![\d.]))")
+# A letter and its option's text without a mark between them: `C \text{ triangle}`, `C\ A\ triangle`.
+_BLANK = r"\}?(?:\s|~|\\[ ,;:!])"
+_BEFORE_TEXT = re.compile(
+    rf"""(?x)[\s{{]*(?:\\(?:text|math)[a-z]*\{{)? (?:
+    ([A-J]){_BLANK}*\}}?\\(?:q?quad\b|(?:text|mbox)[a-z]*\s*\{{)
+    | ([B-HJ]){_BLANK}+(?=[A-Z]) | ([AI]){_BLANK}+(?=(?:An?|The)\b) )"""
+)
 _SEPARATOR = re.compile(rf"(?:[,;、/&+\n]|(?<![A-Za-z]){_AND})$")
 _DOTTED = re.compile(r"[A-J](?:\.[A-J])+(?![A-Za-z0-9+,、和与及或])")  # `A.C`
 _LETTERS = re.compile(r"(?:[(\[【](?=[A-J][)\]】]))?([A-J]+)(?![A-Za-z0-9])[)\]】]?")
@@ -81,19 +88,23 @@ def find_options(response: str) -> str:
 
 
 def option_letters(text: str) -> str:
-    """Return the distinct options at the beginning of the text, sorted: "CA, A" gives "AC".
+    r"""Return the distinct options at the beginning of the text, sorted: "CA, A" gives "AC".
 
     After a label (`C.`, `C)`, `C:`, `(C)`) comes the option's text, in which only further labels
-    of the same form name options: "C. A triangle" gives "C", "(A), (C)" gives "AC". "" if the
-    letters belong to a word, as in "Banana", "A bank" or "A股".
+    of the same form name options: "C. A triangle" gives "C", "(A), (C)" gives "AC". So it does
+    after a letter outside \text, or before a capital: "C A triangle". "" if the letters belong to
+    a word, as in "Banana", "A bank" or "A股".
     """
-    text = _plain(text)
-    opening = _OPENING.match(text)
+    plain = _plain(text)
+    opening = _OPENING.match(plain)
     start = opening.end() if opening else 0
-    label = _LABEL.match(text, start)
-    if label and not _DOTTED.match(text, start):
+    label = _LABEL.match(plain, start)
+    if label and not _DOTTED.match(plain, start):
         return "".join(sorted({label.group(2), *_labelled_after(label)}))
-    return "".join(sorted(_listed(text, start)))
+    if letters := _listed(plain, start):
+        return "".join(sorted(letters))
+    before_text = _BEFORE_TEXT.match(text)
+    return str(before_text[before_text.lastindex or 0]) if before_text else ""
 
 
 def _normalized(text: str) -> str:

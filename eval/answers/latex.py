@@ -171,6 +171,13 @@ _PLAIN_SYMBOLS = _rules(
     (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
     (r"°\s*([CF])(?![A-Za-z])", r'° "\1"'),
     (r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', ""),
+    (r"\\(max|min|gcd|lcm)\s*⦃([^⦃⦄]*)⦄", r"\\\1(\2)"),
+)
+# Combinations and permutations: 5C2, {}_5P_2, A_5^2; with other letters, C_2 is a constant.
+_COUNTS = re.compile(r"[-+*/=\d\s(){}!^_CPA]+")
+_COUNT = re.compile(
+    r"""(?x)(?: (?:\{\s*\})?[\^_]\{?(\d+)\}?\s* | (\d+)(?=[CP]\d) )([CP])_?\{?(\d+)\}?
+    | [AP]_\{?(\d+)\}?\s*\^\s*\{?(\d+)\}?"""
 )
 
 
@@ -184,7 +191,7 @@ def clean(text: str) -> str:
     """Return the answer in plain notation, or '' if it is too long to parse."""
     if len(text) > MAX_ANSWER_CHARS:
         return ""
-    text = without_outer_braces(text.strip())
+    text = "∅" if re.fullmatch(r"\s*\{\s*\}\s*", text) else without_outer_braces(text.strip())
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
     text = _RAISED.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text)
@@ -202,7 +209,20 @@ def clean(text: str) -> str:
     text = _words(_apply(_PLAIN_SYMBOLS, _commands(_apply(_SYMBOLS, text))))
     for written, plain in (("<=", "≤"), (">=", "≥"), ("!=", "≠"), ("\n", " ")):
         text = text.replace(written, plain)
+    if _COUNTS.fullmatch(text):
+        text = _COUNT.sub(_count, text)
     return _trim(text)
+
+
+def _count(match: re.Match[str]) -> str:
+    """Write a number of combinations or permutations as a binomial or with factorials."""
+    total, chosen = match[1] or match[2] or match[5], match[4] or match[6]
+    is_binomial = match[3] == "C"
+    return (
+        f"\\binom{{{total}}}{{{chosen}}}"
+        if is_binomial
+        else f"\\frac{{{total}!}}{{({total}-{chosen})!}}"
+    )
 
 
 def without_outer_braces(text: str) -> str:

@@ -15,9 +15,13 @@ from eval.problems.prompts import Message
 
 PICTURE = "a picture, although training and evaluation read text only"
 _PICTURES = re.compile(r"<(?:image|video|audio)(?:_\d+)?>|<\|(?:image|video|vision)_\w+\|>")
-_TEXT_KEYS = ("ground_truth", "text", "content", "value")
+_TEXT_KEYS = ("ground_truth", "answer", "text", "content", "value")
+_ABOUT_TEXT = {"style", "type", "format", "role", "lang", "language", "answer_start"}
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_LIST_OF_TEXTS = re.compile(r"""\s*\[\s*["']""")  # `["5"]`, but not `[5]`, which may be an answer
+# `["5"]` or `{"value": "5"}`, but not `[5]`, which may be an answer
+_SPELT_TEXTS = re.compile(
+    rf"""\s*(?:\[\s*["']|\{{.*?["'](?:{"|".join(_TEXT_KEYS)})["']\s*:)""", re.DOTALL
+)
 _NUMPY = re.compile(r"array\(((?:\[.*?\]))(?:,\s*dtype=\w+)?\)", re.DOTALL)
 _NUMPY_TEXTS = re.compile(r"""(['"])\s+(?=['"])""")
 
@@ -29,16 +33,19 @@ class Unusable(ValueError):
 def text_in(value: Any, name: str = "value") -> str | None:
     """Return a value as text; None if it is missing, blank or not a number.
 
-    A list or an object that holds one text is that text. Raises Unusable for any other.
+    A list or an object that holds one text is that text. Raises Unusable for any other, so that no
+    part of a value is lost, such as its unit.
     """
-    if isinstance(value, str) and not _LIST_OF_TEXTS.match(value):
+    if isinstance(value, str) and not _SPELT_TEXTS.match(value):
         return value if value.strip() else None
     value = parsed(value)
     if isinstance(value, Mapping):
-        inner = next((value[key] for key in _TEXT_KEYS if key in value), value)
-        if isinstance(inner, Mapping) and not is_missing(inner):
-            raise Unusable(f"an object as {name}")
-        return text_in(inner, name) if inner is not value else None
+        held = [key for key, one in value.items() if key not in _ABOUT_TEXT and not is_missing(one)]
+        if not held:
+            return None
+        if len(held) > 1 or held[0] not in _TEXT_KEYS or isinstance(value[held[0]], Mapping):
+            raise Unusable(f"an object with {', '.join(map(str, held))} as {name}")
+        return text_in(value[held[0]], name)
     if isinstance(value, list | tuple):
         texts = dict.fromkeys(filter(None, (text_in(one, name) for one in value)))
         if len(texts) > 1:

@@ -152,7 +152,7 @@ def _require_log_probs(merged: Path, trained: Trained) -> None:
     batch = random_batch(num_groups=4, group_size=2)
     for row in range(batch.num_responses):
         start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count]
+        ids = batch.token_ids[row, : start + count].long()
         with torch.no_grad():
             log_probs = model(ids.unsqueeze(0)).logits[0, start - 1 : -1].log_softmax(-1)
         given = log_probs.gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)

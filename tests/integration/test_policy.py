@@ -101,7 +101,7 @@ def _expected(config: Config, batch: Batch) -> dict[str, Any]:
     log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
     for row in range(batch.num_responses):
         start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count]
+        ids = batch.token_ids[row, : start + count].long()
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / TEMPERATURE
         log_probs[row, :count] = (
             logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)

@@ -83,7 +83,7 @@ def _plain(
         log_probs = torch.zeros(mini.response_mask.shape)
         for row in range(len(rows)):
             start, count = int(mini.prompt_lengths[row]), int(mini.response_lengths[row])
-            ids = mini.token_ids[row, : start + count]
+            ids = mini.token_ids[row, : start + count].long()
             logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
             log_probs[row, :count] = (
                 logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
@@ -211,7 +211,7 @@ def test_another_reference_model_is_refreshed_and_saved(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
     for row in range(batch.num_responses):
         start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count]
+        ids = batch.token_ids[row, : start + count].long()
         with torch.no_grad():
             logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
         plain[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)

@@ -46,6 +46,7 @@ def test_layout_matches_the_documented_example() -> None:
         [3, 3, 3, 4, 0, 0],
         [3, 3, 3, 0, 0, 0],
     ]
+    assert batch.token_ids.dtype == torch.int32  # half the memory of a step, and of what is sent
     assert batch.prompt_lengths.tolist() == [2, 2, 3, 3]
     assert batch.response_lengths.tolist() == [3, 4, 1, 0]
     assert batch.response_mask.int().tolist() == [

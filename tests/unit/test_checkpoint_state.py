@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def test_log_probs_in_double_precision_are_read(tmp_path: Path) -> None:
     assert plain(read) == plain(state)
     rollout = read.surplus[0].rollouts[0]
     assert (rollout.response_ids.dtype, rollout.rollout_log_probs.dtype) == (np.int32, np.float32)
+
+
+def test_a_checkpoint_copies_carried_tokens_once() -> None:
+    """At the guide's sizes they are gigabytes, and every copy takes that much memory and time."""
+    state = make_state(20)
+    rollout = state.surplus[0].rollouts[0]
+    ids, log_probs = np.zeros(10**6, np.int32), np.zeros(10**6, np.float32)
+    state.surplus[0].rollouts[0] = replace(rollout, response_ids=ids, rollout_log_probs=log_probs)
+    tracemalloc.start()
+    content = state_files(state)[TOKENS_FILE]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 8 * 10**6 < len(content) < peak < 1.1 * len(content)
 
 
 def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_the_answers_of_gold_solutions_in_a_log_are_read_as_in_gsm8k_and_math(
         ("word " * 21, "72", r"whole texts, such as .*write the final answers into the log"),
         (["7", "2"], "72", r"row 0: a list of 2 different values as gold answer"),
         (None, "72", "row 0: no gold answer"),
-        ({"value": {"x": 72}}, "72", "row 0: an object as gold answer"),
+        ({"value": {"x": 72}}, "72", "row 0: an object with value as gold answer"),
         ("72", {"text": "72"}, "row 0: the response is not text but dict"),
     ],
 )
