@@ -34,7 +34,7 @@ _BEFORE = r"(?:[\s:]|[(\[【](?![A-J][)\]】]))*"
 _OPENING = re.compile(rf"{_BEFORE}(?:both\s+)?(?:options?|choices?|选项?)?{_BEFORE}", re.IGNORECASE)
 # `C.`, `C:`, `C)`, `(C)`
 _LABEL = re.compile(r"([(\[【]?)(?<![A-Za-z0-9])([A-J])([)\]】]|[.:](?![\d.]))")
-# A letter and its option's text without a mark between them: `C \text{ triangle}`, `C\ A\ triangle`.
+# A letter and its text without a mark between: `C \text{ triangle}`, `C\ A\ triangle`.
 _BLANK = r"\}?(?:\s|~|\\[ ,;:!])"
 _BEFORE_TEXT = re.compile(
     rf"""(?x)[\s{{]*(?:\\(?:text|math)[a-z]*\{{)? (?:

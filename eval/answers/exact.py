@@ -340,6 +340,8 @@ _SAME: dict[type, Callable[..., bool]] = {
 }
 _WORD = re.compile(r"[A-Z]?[a-z]{2,}")
 _ARTICLE = re.compile(r"^(?:the|an?) (?=[A-Za-z]{3})")
+# What a question is answered with whose gold answer is true or false.
+_TRUTHS = [set("yes true correct 是 对 正确".split()), set("no false incorrect 否 错 错误".split())]
 _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
 
@@ -348,10 +350,11 @@ def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     prediction, gold = (_ARTICLE.sub("", plain) for plain in (prediction, gold))
     if prediction == gold:
         return True
+    if any({_bare_words(prediction), _bare_words(gold)} <= words for words in _TRUTHS):
+        return True
     is_quoted = '"' in prediction + gold
     if prediction.lower() == gold.lower() and (
-        (_WORD.fullmatch(prediction) and _WORD.fullmatch(gold))
-        or gold.lower() in ("yes", "no", "true", "false")
+        _WORD.fullmatch(prediction) and _WORD.fullmatch(gold)
     ):
         return True
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):

@@ -44,7 +44,8 @@ from eval.problems.values import (
 
 # Usual names of columns, in lower case without spaces and signs, the likeliest first.
 _PROBLEMS = (
-    "problem question query prompt instruction questiontext questionstem stem ctx goal sentence "
+    "problem question query prompt instruction questiontext questionstem problemtext originaltext "
+    "stem ctx goal sentence "
     "messages conversations conversation dialogue chat input inputs text body q 问题 题目 题干"
 ).split()
 _CONTEXTS = (
@@ -53,9 +54,10 @@ _CONTEXTS = (
 ).split()
 _OPTIONS = "choices options option endings candidates answerchoices alternatives 选项".split()
 _ANSWERS = (
-    "answer finalanswer answerkey gold goldanswer groundtruth correctanswer correctoption correct "
-    "expected expectedanswer referenceanswer answeridx answerindex target label cop answers labels "
-    "targets ans finalans a 答案 正确答案 solution result rewardmodel output response completion"
+    "answer finalanswer answerkey gold golden goldanswer goldlabel answernumber groundtruth "
+    "correctanswer correctoption correct expected expectedanswer referenceanswer answeridx "
+    "answerindex target label cop answers labels targets ans finalans a 答案 正确答案 solution "
+    "result rewardmodel output response completion"
 ).split()
 _PICTURES = "images image imgs img pictures picture imagepath videos video audios audio".split()
 _FURTHER_PARTS = (
@@ -211,8 +213,9 @@ class _Named:
 
     def options(self, taken: Sequence[str]) -> tuple[str, ...]:
         """Return the column of options, or the columns of one option each, if any."""
-        for name in self.likely(_OPTIONS, taken):
-            if is_several(self.first(name)):
+        for name in self.likely((*_OPTIONS, "answers"), taken):
+            is_named = _word(name) in _OPTIONS or self.is_answered_by_others((name,))
+            if is_several(self.first(name)) and is_named:
                 return (name,)
         runs: dict[str, list[str]] = {}
         for name in self.outer:
@@ -221,13 +224,19 @@ class _Named:
         for prefix, names in runs.items():
             labels = "".join(map(_label, names))
             is_run = len(names) > 1 and any(one.startswith(labels) for one in _RUNS)
-            if not is_run or (prefix in ("", "answer") and not labels.isalpha()):
+            if not is_run or (prefix == "" and not labels.isalpha()):
                 continue
-            answers = self.likely(_ANSWERS, names)
-            is_certain = prefix != "" or names[0].isupper()  # a and b may be numbers
-            if is_certain or any(self.has_answers(tuple(names), name) for name in answers):
+            # a and b may be numbers, answer1 and answer2 both right
+            is_certain = bool(prefix) or names[0].isupper()
+            is_certain &= prefix != "answer" or labels.isalpha()
+            if is_certain or self.is_answered_by_others(names):
                 return tuple(names)
         return ()
+
+    def is_answered_by_others(self, options: Sequence[str]) -> bool:
+        """True if a column of answers names one of the options."""
+        answers = self.likely(_ANSWERS, options)
+        return any(self.has_answers(tuple(options), name) for name in answers)
 
     def with_answer(self, layout: Layout) -> Layout:
         """Add the likeliest answer; with options, the likeliest that names one of them."""

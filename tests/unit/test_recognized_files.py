@@ -92,6 +92,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "C",
     ),
     ({"question": "Which?", "opa": "red", "opb": "2 cm", "opc": "none", "cop": 1}, "B"),  # MedMCQA
+    (  # CosmosQA
+        {"question": "Which?", "answer0": "red", "answer1": "2 cm", "answer2": "none", "label": 1},
+        "B",
+    ),
+    ({"question": "Which?", "answers": TEXTS, "label": 2}, "C"),  # ReClor
     ({"题目": "Which?", "选项A": "red", "选项B": "2 cm", "选项C": "none", "答案": "B"}, "B"),
     ({"question": "Which?", "choices": TEXTS, "answer": ["A", "C"]}, "AC"),
     ({"question": "Which?", "choices": TEXTS, "answer": 3}, "C"),  # counted from 1
