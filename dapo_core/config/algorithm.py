@@ -68,9 +68,75 @@ class KLConfig(Section):
         return self
 
 
+_TOKEN, _SEQUENCE = {"importance": "token"}, {"importance": "sequence"}
+_GEOMETRIC = {"mask": "sequence", "mask_low": 0.999, "mask_high": 1.001}
+_K3 = {"divergence": "mean-k3", "divergence_max": 0.01}
+# The keys of rollout_correction that a preset sets, with the bounds of verl's presets.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tis-token": _TOKEN,
+    "tis-sequence": _SEQUENCE,
+    "icepop": _TOKEN | {"importance_min": 0.5, "importance_max": 5.0},
+    "mis-token": _TOKEN | {"mask": "token"},
+    "mis-sequence": _SEQUENCE | {"mask": "product"},
+    "geometric": _GEOMETRIC,
+    "geometric-tis-token": _GEOMETRIC | _TOKEN,
+    "geometric-tis-sequence": _GEOMETRIC | _SEQUENCE,
+    "k3": _K3,
+    "k3-tis-token": _K3 | _TOKEN,
+    "k3-tis-sequence": _K3 | _SEQUENCE,
+    "bypass": {},
+    "bypass-geometric": _GEOMETRIC,
+    "bypass-k3": _K3,
+}
+VERL_PRESETS = {
+    "decoupled_token_is": "tis-token",
+    "decoupled_seq_is": "tis-sequence",
+    "decoupled_token_icepop": "icepop",
+    "decoupled_seq_is_rs": "mis-sequence",
+    "decoupled_geo_rs": "geometric",
+    "decoupled_geo_rs_token_tis": "geometric-tis-token",
+    "decoupled_geo_rs_seq_tis": "geometric-tis-sequence",
+    "decoupled_k3_rs": "k3",
+    "decoupled_k3_rs_token_tis": "k3-tis-token",
+    "decoupled_k3_rs_seq_tis": "k3-tis-sequence",
+    "bypass_ppo_clip": "bypass",
+    "bypass_ppo_clip_geo_rs": "bypass-geometric",
+    "bypass_ppo_clip_k3_rs": "bypass-k3",
+}
+
+
+def _preset(values: Any) -> str | None:
+    """Return the preset in the values of rollout_correction, under its name here."""
+    name = values.get("preset") if isinstance(values, dict) else None
+    return None if name is None else VERL_PRESETS.get(str(name), str(name))
+
+
 class RolloutCorrectionConfig(Section):
     """Correction for the mismatch between the engine's and the policy's log-probs of a token."""
 
+    preset: (
+        Literal[
+            "tis-token",
+            "tis-sequence",
+            "icepop",
+            "mis-token",
+            "mis-sequence",
+            "geometric",
+            "geometric-tis-token",
+            "geometric-tis-sequence",
+            "k3",
+            "k3-tis-token",
+            "k3-tis-sequence",
+            "bypass",
+            "bypass-geometric",
+            "bypass-k3",
+        ]
+        | None
+    ) = key(
+        None,
+        "Sets the keys below, bounds only if they are not set, and with bypass old_log_probs=engine"
+        "; also under verl's names, such as decoupled_token_is.",
+    )
     importance: Literal["off", "stale", "token", "sequence"] = key(
         "stale",
         "Weight token losses by the truncated policy/engine ratio: stale: only tokens sampled by "
@@ -99,6 +165,23 @@ class RolloutCorrectionConfig(Section):
         "tokens, or responses by the sum, mean or maximum over their tokens.",
     )
     divergence_max: float = key(0.01, "Highest divergence that is not masked.", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_the_preset(cls, values: Any) -> Any:
+        name = _preset(values)
+        return values if name is None else {**PRESETS.get(name, {}), **values, "preset": name}
+
+    @model_validator(mode="after")
+    def _preset_holds(self) -> RolloutCorrectionConfig:
+        for name in ("importance", "mask", "divergence"):
+            wanted = PRESETS[self.preset].get(name) if self.preset else None
+            if wanted is not None and (value := getattr(self, name)) != wanted:
+                raise ValueError(
+                    f"algorithm.rollout_correction.{name}={value} contradicts "
+                    f"preset={self.preset}, which is {name}={wanted}; remove one of the two"
+                )
+        return self
 
     @property
     def drops(self) -> bool:
@@ -210,14 +293,16 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_loss(cls, values: Any) -> Any:
+    def _defaults_of_loss_and_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         custom = values.get("custom_loss")
         is_custom = isinstance(custom, dict) and custom.get("path") is not None
         loss = values.get("loss", "custom" if is_custom else "dapo")
         kind = LOSS_KINDS.get(str(loss), LossKind())
-        return {"loss": loss, **kind.defaults, **values}
+        preset = _preset(values.get("rollout_correction")) or ""
+        anchor = {"old_log_probs": "engine"} if preset.startswith("bypass") else {}
+        return {"loss": loss, **kind.defaults, **anchor, **values}
 
     @model_validator(mode="after")
     def _settings_are_read(self) -> AlgorithmConfig:
@@ -230,6 +315,17 @@ class AlgorithmConfig(Section):
                     f"algorithm.{setting} would be ignored by algorithm.loss={self.loss}; remove "
                     f"it, or set algorithm.loss to {' or '.join(losses)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_anchors_at_the_engine(self) -> AlgorithmConfig:
+        preset = self.rollout_correction.preset
+        if preset and preset.startswith("bypass") and self.old_log_probs != "engine":
+            raise ValueError(
+                f"algorithm.old_log_probs={self.old_log_probs} contradicts "
+                f"algorithm.rollout_correction.preset={preset}, which is old_log_probs=engine; "
+                "remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -418,6 +418,7 @@ def test_every_key_is_read_somewhere() -> None:
     }
     # stage_task reads the limit by the stage's name
     names = _names_read() | {f"{stage}_hours" for stage in stages}
+    names |= {"preset"}  # of rollout_correction: sets its other keys
     unread = [key for key in LEAVES if key.rsplit(".", 1)[-1] not in names]
     assert not unread
 

@@ -11,7 +11,12 @@ import torch
 
 from dapo_core.algorithm.batch import build_batch
 from dapo_core.algorithm.correction import importance_weights, mask_rollouts
-from dapo_core.config.algorithm import RolloutCorrectionConfig
+from dapo_core.config.algorithm import (
+    PRESETS,
+    VERL_PRESETS,
+    AlgorithmConfig,
+    RolloutCorrectionConfig,
+)
 from dapo_core.metrics.mismatch import correction_metrics, mismatch_metrics
 from tests.batches import make_group
 from tests.configs import make_config
@@ -387,3 +392,69 @@ def test_old_log_probs_are_computed_before_updates_only_if_needed(
     algorithm: dict[str, Any], is_needed: bool
 ) -> None:
     assert make_config(algorithm=algorithm).anchors_before_updates == is_needed
+
+
+# policy - engine log-probs 0.1 -0.2 1.5 | -3 0.05: ratios 1.105171 0.818731 4.481689 | 0.049787
+# 1.051271, products exp(1.4) = 4.0552 and exp(-2.95) = 0.05234, geometric means exp(1.4 / 3) =
+# 1.59467 and exp(-1.475) = 0.228779
+RATIOS = [1.105171, 0.818731, 4.481689, 0.049787, 1.051271]
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "kept"),
+    [
+        ({"preset": "tis-token"}, [*RATIOS[:2], 2.0, *RATIOS[3:]], [1, 1, 1, 1, 1]),
+        ({"preset": "tis-sequence"}, [2.0] * 3 + [0.05234] * 2, [1, 1, 1, 1, 1]),
+        ({"preset": "icepop"}, [*RATIOS[:3], 0.0, RATIOS[4]], [1, 1, 1, 1, 1]),
+        ({"preset": "mis-token"}, [*RATIOS[:2], 2.0, *RATIOS[3:]], [1, 1, 0, 0, 1]),
+        ({"preset": "mis-sequence"}, [2.0] * 3 + [0.05234] * 2, [0, 0, 0, 0, 0]),
+        ({"preset": "geometric"}, [1.0] * 5, [0, 0, 0, 0, 0]),
+        ({"preset": "geometric", "mask_low": 0.5, "mask_high": 2.0}, [1.0] * 5, [1, 1, 1, 0, 0]),
+        ({"preset": "decoupled_seq_is"}, [2.0] * 3 + [0.05234] * 2, [1, 1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_presets_weigh_and_mask_as_published(
+    keys: dict[str, Any], weights: list[float], kept: list[int]
+) -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    policy = torch.tensor([[0.1, -0.2, 1.5], [-3.0, 0.05, 0.0]], dtype=torch.float64)
+    engine, fresh = torch.zeros_like(policy), torch.zeros_like(mask)
+    settings = RolloutCorrectionConfig.model_validate(keys)
+    found = importance_weights(policy, engine, mask, fresh, settings)
+    assert found is not None
+    assert found[mask].tolist() == pytest.approx(weights, abs=1e-6)
+    assert mask_rollouts(policy, engine, mask, settings)[mask].tolist() == kept
+
+
+def test_a_preset_is_resolved_and_survives_a_dump() -> None:
+    algorithm = AlgorithmConfig.model_validate(
+        {"rollout_correction": {"preset": "bypass_ppo_clip_k3_rs"}}
+    )
+    correction = algorithm.rollout_correction
+    assert (algorithm.old_log_probs, correction.preset) == ("engine", "bypass-k3")
+    assert (correction.divergence, correction.divergence_max) == ("mean-k3", 0.01)
+    assert AlgorithmConfig.model_validate(algorithm.model_dump()) == algorithm
+    assert {*VERL_PRESETS.values()} <= {*PRESETS}
+    for name in PRESETS:
+        AlgorithmConfig.model_validate({"rollout_correction": {"preset": name}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"rollout_correction": {"preset": "tis-token", "importance": "sequence"}},
+            "importance=sequence contradicts preset=tis-token",
+        ),
+        (
+            {"rollout_correction": {"preset": "bypass"}, "old_log_probs": "policy"},
+            "old_log_probs=policy contradicts",
+        ),
+        ({"rollout_correction": {"preset": "tis_token"}}, "Input should be 'tis-token'"),
+        ({"rollout_correction": {"preset": "bypass_pg_is"}}, "Input should be 'tis-token'"),
+    ],
+)
+def test_keys_that_contradict_the_preset_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlgorithmConfig.model_validate(keys)
