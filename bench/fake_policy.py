@@ -4,7 +4,6 @@ ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from made_up import rows, write_model_folder
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +25,6 @@ from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
 from dapo_core.machine.device import device_for
-from dapo_core.model.pretrained import empty_causal_lm
 from dapo_core.policy import log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
@@ -68,45 +66,6 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         "update": update,
         "optimizer": optimizer,
     }
-
-
-def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
-    """Write a model folder whose weights have the true headers and a hole for values."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model_config.save_pretrained(folder)
-    model = empty_causal_lm(folder, torch.bfloat16)
-    model_config.architectures = [type(model).__name__]
-    model_config.save_pretrained(folder)
-    end, header = 0, {}
-    for name, weight in model.named_parameters():
-        begin, end = end, end + weight.nbytes
-        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(file.tell() + end)
-    (folder / "tokenizer.json").write_text("{}")
-
-
-def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:
-    """Build a rank's share of equal sequences, one per micro-batch."""
-    length = num_prompt_tokens + num_response_tokens
-    values = torch.zeros(num_rows, num_response_tokens)
-    per_row = torch.zeros(num_rows)
-    batch = Batch(
-        token_ids=torch.arange(num_rows * length).view(num_rows, length) % 7,
-        prompt_lengths=torch.full((num_rows,), num_prompt_tokens),
-        response_lengths=torch.full((num_rows,), num_response_tokens),
-        response_mask=torch.ones_like(values, dtype=torch.bool),
-        group_ids=torch.zeros(num_rows, dtype=torch.int64),
-        rewards=per_row.double(),
-        is_scored=per_row.bool(),
-        rollout_log_probs=values,
-        is_stale=torch.zeros_like(values, dtype=torch.bool),
-        advantages=per_row,
-        old_log_probs=values,
-    )
-    return RankShare(batch, [np.array([number]) for number in range(num_rows)])
 
 
 class _RealShare(RankShare):

@@ -58,7 +58,7 @@ def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
 
 def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]) -> dict[str, int]:
     import torch
-    from fake_policy import rows
+    from made_up import rows
 
     from dapo_core.algorithm.loss import LossTotals
     from dapo_core.config.training import TrainingConfig
@@ -91,7 +91,7 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
 
 def _warm_up(model_path: Path, config: Any) -> None:
     """Update a tiny policy to load libraries and start threads; its memory is freed again."""
-    from fake_policy import rows
+    from made_up import rows
 
     from dapo_core.algorithm.loss import LossTotals
     from dapo_core.policy.rank import Policy

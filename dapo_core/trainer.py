@@ -54,7 +54,7 @@ from dapo_core.turns import Turns
 
 if TYPE_CHECKING:
     from dapo_core.algorithm.update import Update
-    from dapo_core.cluster.start import Cluster
+    from dapo_core.cluster.interface import Cluster
     from dapo_core.config.training import TrainingConfig
     from dapo_core.draw.prompts import PromptStream
     from dapo_core.validation import Validation

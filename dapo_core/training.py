@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,6 @@ from dapo_core.checkpoint.resume import (
     require_same_training,
 )
 from dapo_core.cluster.restarts import Restarts, continued_from
-from dapo_core.cluster.start import start_cluster
 from dapo_core.config.engine_args import require_known
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.tokenizing import remove_prompts, tokenized_prompts
@@ -35,6 +36,7 @@ from dapo_core.validation import Validation, held_out_prompts
 from heartbeat import heartbeat
 
 if TYPE_CHECKING:
+    from dapo_core.cluster.interface import Cluster
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ def train(
     output_dir: Path,
     on_step: OnStep = lambda _step, _metrics: None,
     held_out_path: Path | None = None,
+    start_roles: Callable[..., AbstractContextManager[Cluster]] | None = None,
 ) -> TrainResult:
     """Train the model; writes checkpoints and metrics.jsonl to `output_dir`.
 
@@ -63,7 +66,12 @@ def train(
     checkpoint; after train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM
     or SIGINT, writes a final checkpoint and raises TrainingStopped; a second signal raises
     KeyboardInterrupt immediately. `on_step(step, metrics)` is called after each step.
+    `start_roles` replaces cluster.start.start_cluster, which starts them as Ray actors.
     """
+    if start_roles is None:
+        from dapo_core.cluster.start import start_cluster  # imports Ray
+
+        start_roles = start_cluster
     folder = output_dir / CHECKPOINTS
     restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
@@ -85,7 +93,7 @@ def train(
 
             def attempt(start: Path | None) -> Trainer:
                 is_restart = restarts.num_restarts > 0
-                with start_cluster(config, model_path, output_dir, is_restart) as cluster:
+                with start_roles(config, model_path, output_dir, is_restart) as cluster:
                     places = model_path, output_dir, identity
                     trainer = Trainer(cluster.config, cluster, stream, *places, validation)
                     trainer.resume(start)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tasks.config import ChainConfig
     from tasks.data.reading import SetCount, Shown
     from tasks.preflight.finding import Finding
+    from tasks.runs.accept import Line
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
@@ -370,6 +371,16 @@ def print_findings(findings: Sequence[Finding]) -> None:
         table.add_row(finding.check, status, Text(finding.message), Text(finding.advice))
     if findings:
         print_table(table)
+
+
+def print_acceptance(title: str, lines: Sequence[Line]) -> None:
+    """Print an acceptance form."""
+    columns = ("", "verdict", _folded("criterion"), _folded("recorded"))
+    table = Table(*columns, title=f"Acceptance of {title}", title_justify="left")
+    for line in lines:
+        verdict = Text(line.verdict, style="green" if line.verdict == "met" else "yellow")
+        table.add_row(line.name, verdict, line.criterion, Text(line.recorded))
+    print_table(table)
 
 
 def print_variables(variables: Sequence[Variable], device: str) -> None:

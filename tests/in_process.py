@@ -8,9 +8,10 @@ that import torch and transformers take twenty.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import GetTimeoutError
 
-from dapo_core import training
 from dapo_core.checkpoint.shards import seed_generators
-from dapo_core.cluster import actors, policy_group, rollout_group
-from dapo_core.cluster.actors import Actors
+from dapo_core.cluster import start
+from dapo_core.cluster.interface import Cluster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.start import Cluster
 from dapo_core.config.training import TrainingConfig
 from dapo_core.draw.rollout import RolloutWorker
 from dapo_core.engines.factory import build_engine, engine_settings
@@ -64,33 +62,34 @@ class _Actor:
             _get(each) if isinstance(each, _Reference) else copy.deepcopy(each)
             for each in arguments
         ]
-        method = (lambda: "here") if name == "place" else getattr(self.target, name)
+        method = getattr(self.target, name)
         return _Reference(self.executor.submit(lambda: copy.deepcopy(method(*values))))
 
 
 def _get(references: Any, timeout: float | None = None) -> Any:
-    try:
-        if isinstance(references, _Reference):
-            return references.future.result(timeout)
-        return [reference.future.result(timeout) for reference in references]
-    except TimeoutError as error:
-        raise GetTimeoutError("not yet") from error
+    if isinstance(references, _Reference):
+        return references.future.result(timeout)
+    return [reference.future.result(timeout) for reference in references]
 
 
-def _put(value: Any) -> _Reference:
-    future: Future[Any] = Future()
-    future.set_result(copy.deepcopy(value))
-    return _Reference(future)
+class Threads:
+    """Calls of these actors."""
 
+    def get(self, references: Any, max_seconds: float = math.inf) -> Any:
+        return _get(references, None if max_seconds == math.inf else max_seconds)
 
-def _wait(
-    references: Sequence[_Reference], num_returns: int, timeout: float
-) -> tuple[list[Any], list[Any]]:
-    waiting = FIRST_COMPLETED if num_returns < len(references) else "ALL_COMPLETED"
-    done = wait([reference.future for reference in references], timeout, waiting).done
-    return [each for each in references if each.future in done], [
-        each for each in references if each.future not in done
-    ]
+    def put(self, value: Any) -> Any:
+        future: Future[Any] = Future()
+        future.set_result(copy.deepcopy(value))
+        return _Reference(future)
+
+    def wait(self, references: Sequence[Any], max_seconds: float) -> list[Any]:
+        futures = [reference.future for reference in references]
+        done = wait(futures, max_seconds, FIRST_COMPLETED).done
+        return [each for each in references if each.future in done]
+
+    def check(self) -> None:
+        """Threads do not die."""
 
 
 @contextmanager
@@ -123,15 +122,13 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
                 _get(started[0].offload.remote(OF_RANKS))
             started.append(_Actor(build_worker))
             policy, worker = started
-            watched = Actors()
-            watched.add("policy rank", [policy])
-            watched.add("rollout worker", [worker])
+            calls = Threads()
             hidden_size = load_model_config(model_path).get_text_config().hidden_size
-            weights = WeightTransfer([policy], [[worker]], watched.get)
+            weights = WeightTransfer([policy], [[worker]], calls.get)
             weights.connect([True], str)
             yield Cluster(
-                PolicyGroup([policy], config, watched, hidden_size),
-                RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
+                PolicyGroup([policy], config, calls, hidden_size),
+                RolloutGroup([worker], config.sampler.max_seconds_without_kept, calls),
                 weights,
                 config,
             )
@@ -147,9 +144,6 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
 @contextmanager
 def without_ray() -> Iterator[None]:
     """Trainings inside the block run in this process."""
-    ray = SimpleNamespace(get=_get, put=_put, wait=_wait)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (actors, policy_group, rollout_group):
-            patch.setattr(module, "ray", ray)
-        patch.setattr(training, "start_cluster", _start_cluster)
+        patch.setattr(start, "start_cluster", _start_cluster)
         yield

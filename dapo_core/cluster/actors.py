@@ -101,6 +101,14 @@ class Actors:
                     raise
                 self.check()
 
+    def put(self, value: Any) -> Any:
+        """Put a value into Ray's object store, for calls that take it as an argument."""
+        return ray.put(value)
+
+    def wait(self, references: Sequence[Any], max_seconds: float) -> list[Any]:
+        """Return one reference whose result is there; [] if none is within `max_seconds`."""
+        return ray.wait(list(references), num_returns=1, timeout=max_seconds)[0]
+
     def check(self) -> None:
         """Raise WorkerDied if an actor is known to be dead; pings at most every PING_SECONDS."""
         self._collect_pings()

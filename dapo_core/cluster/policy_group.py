@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 
 from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
@@ -20,11 +19,11 @@ from dapo_core.algorithm.batch import Batch, TokenStats, random_order
 from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
-from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.policy.profiling import PROFILES, trace_name
 
 if TYPE_CHECKING:
+    from dapo_core.cluster.calls import Calls
     from dapo_core.config.training import TrainingConfig
     from dapo_core.machine.timers import PhaseTimer
 
@@ -35,7 +34,7 @@ class PolicyGroup:
     """Calls all policy ranks as one; sequence-parallel ranks get the same share of a batch."""
 
     def __init__(
-        self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int
+        self, ranks: Sequence[Any], config: TrainingConfig, actors: Calls, hidden_size: int
     ) -> None:
         train = config.train
         self.config = config
@@ -196,7 +195,7 @@ class PolicyGroup:
 
     def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
         """Yield each rank with a reference to its share; sequence-parallel ranks share one."""
-        references = [ray.put(share) for share in shares]
+        references = [self.actors.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
-from ray.exceptions import GetTimeoutError
-
-from dapo_core.cluster.actors import Actors
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.rollout import Progress
 from dapo_core.engines.base import Response, Sequences
 from dapo_core.errors import RolloutError
+
+if TYPE_CHECKING:
+    from dapo_core.cluster.calls import Calls
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
 SILENCE_SECONDS = 1.0  # after which `finished` returns nothing
@@ -29,7 +28,7 @@ class RolloutGroup:
     groups also raises WorkerDied for dead policy ranks.
     """
 
-    def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
+    def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Calls) -> None:
         self.workers = workers
         self.max_seconds = max_seconds
         self.actors = actors
@@ -66,7 +65,7 @@ class RolloutGroup:
                 self._polls[worker.poll.remote(POLL_SECONDS)] = number
         if not self._polls:
             return []
-        ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
+        ready = self.actors.wait(list(self._polls), SILENCE_SECONDS)
         return [finished for reference in ready for finished in self._take(reference)]
 
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
@@ -110,7 +109,7 @@ class RolloutGroup:
     def _get(self, references: Any) -> Any:
         try:
             return self.actors.get(references, self.max_seconds)
-        except GetTimeoutError:
+        except TimeoutError:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs "
                 "(try another rollout.engine) or an engine step takes longer (raise "

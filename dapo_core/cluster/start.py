@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
+from dapo_core.cluster.interface import Cluster
 from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.roles import EngineRank, PolicyRank, RolloutRank
@@ -38,16 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The started roles of a training."""
-
-    policy: PolicyGroup
-    rollouts: RolloutGroup
-    weights: WeightTransfer
-    config: TrainingConfig  # with the actual number of ranks and engines
 
 
 @contextmanager

@@ -128,7 +128,16 @@ def init(
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     short_help="Run the whole chain and print the report.",
 )
-def run(config: ConfigArgument, overrides: SetOption = None) -> None:
+def run(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    is_accepted: Annotated[
+        bool,
+        typer.Option(
+            "--accept", help="Record what dapo runs accept needs: 100 steps, all comparable."
+        ),
+    ] = False,
+) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report.
 
     If the store has every output and no Prefect server is configured, only the report is written.
@@ -141,6 +150,11 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.plan import is_built
 
+    if is_accepted:
+        from flows.config import load_config
+        from tasks.runs.accept import require_acceptable
+
+        overrides = [*(overrides or ()), *require_acceptable(load_config(config, overrides or ()))]
     settings = begin(config, overrides)
     store = Path(settings.store.path)
     if is_built(settings) and not named_api(store):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flows.cli.options import JsonOption, StoreOption
+from flows.cli.options import GATE_EXIT_CODE, JsonOption, StoreOption
 from flows.services import DEFAULT_STORE
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -105,6 +105,47 @@ def show(
         )
         return
     print_run(found, before, changes, report)
+
+
+@runs_app.command(
+    epilog="Example: dapo runs accept latest --reference 84.2",
+    short_help="Fill in the acceptance form of a run from its records.",
+)
+def accept(
+    run: RunArgument,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Accuracy to compare with: in percent, or a run or results folder of dapo eval."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Markdown file; default: acceptance.md in the run's folder.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Fill in the form by which recipes on a device are accepted, with a verdict per line.
+
+    Reward over 100 steps, engine against policy, step time, throughput, MFU, memory against the
+    plan, evaluation against a reference, versions, environment, topology, commit. What the run did
+    not record stays `not recorded`; dapo run --accept records all of it. Exit status: 0 accepted; 3
+    a line is not met or not recorded.
+    """
+    from durable import write_atomically
+    from flows.config import load_config
+    from flows.tables import print_acceptance
+    from tasks.runs.accept import acceptance, is_accepted, records_of, to_markdown
+    from tasks.runs.history import CONFIG_FILE, find_run
+
+    found = find_run(store, run)
+    records = records_of(found, load_config(found.folder / CONFIG_FILE), reference)
+    lines = acceptance(records)
+    path = output or found.folder / "acceptance.md"
+    write_atomically(path, to_markdown(records, lines))
+    print_acceptance(records.title, lines)
+    typer.echo(f"form to attach: {path}")
+    if not is_accepted(lines):
+        raise typer.Exit(GATE_EXIT_CODE)
 
 
 @runs_app.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,18 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
     return versions
+
+
+@functools.cache
+def code_version() -> str:
+    """The package version, with the commit if the code is a git checkout."""
+    version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
+    git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return version
+    return f"{version}, commit {done.stdout.strip()}"
 
 
 @functools.cache

@@ -47,7 +47,7 @@ from tasks.artifacts.artifact import (
     read_manifest,
     verify_directory,
 )
-from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, code_version
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +319,7 @@ class ArtifactStore:
             "inputs": dict(parts.inputs),
             "config": redacted(parts.config),
             "code_digest": parts.code_digest,
+            "code": code_version(),
             "versions": dict(parts.versions),
             "host": platform.node(),
             **times,

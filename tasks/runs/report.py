@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from eval.report.report import Provenance
 from eval.report.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
-from tasks.artifacts.stage_key import PROJECT_ROOT, package_versions
+from tasks.artifacts.stage_key import code_version
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
@@ -180,17 +179,6 @@ def _words(versions: Mapping[str, str]) -> str:
 def _engine(versions: Mapping[str, str]) -> dict[str, str]:
     present = {name: version for name, version in versions.items() if version != "absent"}
     return {name: present[name] for name in present if name in ENGINE_PACKAGES}
-
-
-def code_version() -> str:
-    """The package version, with the commit if the code is a git checkout."""
-    version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
-    git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
-        return version
-    return f"{version}, commit {done.stdout.strip()}"
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:

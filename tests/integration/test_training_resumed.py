@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from dapo_core import training
 from dapo_core.checkpoint.folder import (
     best_checkpoints,
     checkpoint_folders,
@@ -157,7 +156,9 @@ def test_a_finished_training_starts_no_worker(
     metrics, checkpoints = output / METRICS_FILE, output / "checkpoints"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     (checkpoints / "step_000003.0123.partial").mkdir()
-    monkeypatch.setattr(training, "start_cluster", lambda *_: pytest.fail("it was started again"))
+    monkeypatch.setattr(
+        "dapo_core.cluster.start.start_cluster", lambda *_: pytest.fail("it was started again")
+    )
     result = train(begun.config(), world.data, world.model, output, held_out_path=world.data)
     assert (result.checkpoint, result.steps) == (checkpoints / "step_000004", 4)
     assert result.policy_version == read_state(result.checkpoint).policy_version

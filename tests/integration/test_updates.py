@@ -16,7 +16,6 @@ from dapo_core.algorithm.batch import Batch, random_order
 from dapo_core.algorithm.loss import LossTotals, policy_loss
 from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.checkpoint.metadata import read_metadata
-from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import KLConfig
 from dapo_core.machine.timers import PhaseTimer
@@ -27,7 +26,7 @@ from durable import read_json_lines
 from flows.config import Config
 from tests.batches import random_batch, rows_of
 from tests.configs import make_config
-from tests.in_process import _Actor, without_ray
+from tests.in_process import Threads, _Actor, without_ray
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
 from tests.tiny_models import build_tiny
@@ -55,7 +54,7 @@ RATES = [1e-2, 1e-2 * 0.8828427, 1e-2 * 0.6, 1e-2 * 0.3171573]
 def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
     with without_ray():
         actor = _Actor(lambda: Policy(config.model.path or "", config))
-        group = PolicyGroup([actor], config, Actors(), hidden_size=64)
+        group = PolicyGroup([actor], config, Threads(), hidden_size=64)
         anchored, stats = group.anchor(batch, PhaseTimer())
         updates, _ = group.learn(anchored, stats, STEP)
         return {

@@ -155,7 +155,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
         assert on_damage == "previous"
         raise ConfigError("Ray starts")
 
-    monkeypatch.setattr(training, "start_cluster", start_cluster)
+    monkeypatch.setattr("dapo_core.cluster.start.start_cluster", start_cluster)
     config = make_config(model_path, checkpoint={"on_damage": on_damage}, train={"total_steps": 40})
     damaged = r"step_000010/__0_0\.distcp is damaged or from another checkpoint"
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_restart_skips_damaged_checkpoints(
 
     monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
-    monkeypatch.setattr(training, "start_cluster", start_cluster)
+    monkeypatch.setattr("dapo_core.cluster.start.start_cluster", start_cluster)
     config = make_config(model_path, train={"total_steps": 40, "restart_delay_seconds": 0.0})
     with pytest.raises(ConfigError, match="Ray starts again"):
         training.train(config, tmp_path, model_path, tmp_path)
