@@ -23,6 +23,7 @@ from dapo_core.model.folder import (
     require_model_folder,
     skipped_links,
 )
+from dapo_core.model.lora import is_adapter_folder
 from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
 from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
@@ -143,10 +144,18 @@ def fetch_model_files(
 def link_model_folder(model: ModelConfig, folder: Path) -> int:
     """Hard-link the files of model.path into `folder`, with the additions; returns their bytes.
 
+    An adapter is merged into its base model instead, in float32.
+
     Files are copied if links are impossible. Symbolic links within a Hugging Face cache become
     files. Links that lead elsewhere are skipped; raises ModelError if the model needs them.
     """
     source = Path(str(model.path))
+    if is_adapter_folder(source):
+        from dapo_core.merge.run import merge_checkpoint
+
+        num_bytes = merge_checkpoint([source], folder)["bytes"]
+        place_additions(model, folder)
+        return num_bytes
     require_model_folder(source)
     num_bytes, skipped = 0, skipped_links(source)
     if skipped:

@@ -10,6 +10,7 @@ from dapo_core.checkpoint.others import other_digest
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.errors import ConfigError
 from dapo_core.model.folder import require_model_folder
+from dapo_core.model.lora import open_adapter
 from dapo_core.reward.routing import require_scorers
 from downloads import Unreachable
 from eval.problems.prompts import DEFAULT, TEMPLATES
@@ -55,12 +56,15 @@ def model_files(config: ChainConfig) -> dict[str, str]:
 def _folder_digest(path: str, key: str) -> str:
     """Digest of the names, sizes and modification times in a model folder; raises ModelError."""
     folder = Path(path)
-    require_model_folder(folder, key)
-    identity = [
+    if (adapter := open_adapter(folder)) is None:
+        require_model_folder(folder, key)
+    identity: list[object] = [
         (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     ]
+    if adapter is not None:
+        identity.append(_folder_digest(str(adapter.base), key))
     return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 

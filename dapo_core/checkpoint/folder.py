@@ -9,6 +9,7 @@
             config.yaml             the resolved configuration, for people
             huggingface/            the model's config, tokenizer and generation config
             tensor_names.json       tensor names in the model's files
+            adapter_config.json     under train.lora: the adapter and its base model, as in peft
         latest                      name of the newest checkpoint, such as step_000020
         *.partial                   being written or removed
         *.damaged                   set aside when training continued from an older checkpoint

@@ -1,6 +1,7 @@
 """Saves and loads each rank's weights, optimizer state and random generators.
 
-    model.NAME                        parameters (tied ones once) and persistent buffers
+    model.NAME                        parameters (tied ones once) and persistent buffers; under
+                                      train.lora only adapters
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW state of each parameter
     reference.NAME                    parameters of a refreshed reference model (kl.refresh_every)
     num_optimizer_steps
@@ -41,6 +42,7 @@ from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.device import Device
 from dapo_core.machine.digests import Part, content_part
+from dapo_core.model.lora import is_adapter
 from dapo_core.model.names import tied_names
 
 _RNG, _REFERENCE = "rng", "reference"
@@ -330,11 +332,13 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
-    """Return parameters and persistent buffers by name, tied ones under their first name."""
-    tied = tied_names(model)
-    return {
-        name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied
-    }
+    """Return parameters and persistent buffers by name, tied ones under their first name.
+
+    Of a model with adapters, only those: the others never change.
+    """
+    tied, tensors = tied_names(model), get_model_state_dict(model)
+    adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    return adapters or {name: tensor for name, tensor in tensors.items() if name not in tied}
 
 
 def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 from dapo_core.machine.digests import Part, content_part
 from dapo_core.machine.stopping import StopRequested
 from dapo_core.model.folder import copy_model_files, model_files
+from dapo_core.model.lora import ADAPTER_CONFIG, adapter_config
 from dapo_core.model.tensors import weight_names
 from durable import FULL_DISK_ERRORS, publish, sync, write_atomically
 
@@ -91,6 +92,8 @@ class CheckpointWriter:
             CONFIG_FILE: dump_config(config).encode(),
             NAMES_FILE: json.dumps(sorted(weight_names(model_path))).encode(),
         }
+        if config.train.lora.rank:
+            self._constant_files[ADAPTER_CONFIG] = adapter_config(config.train.lora, model_path)
         self._last_state: TrainerState | None = None  # after the latest step, saved or not
         self._in_flight: _Write | None = None
         self._polled_at = -math.inf

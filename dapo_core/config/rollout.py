@@ -47,6 +47,11 @@ class RolloutConfig(Section):
         "Use vLLM's batch-invariant kernels on cuda and npu: log-probs of a response are the same "
         "in every batch, at the cost of speed.",
     )
+    lora: Literal["adapter", "merged"] = key(
+        "adapter",
+        "Under train.lora, what engines get: the adapter, or weights with the adapter merged into "
+        "them, which only float32 can represent.",
+    )
     engine_args: JsonObject = key({}, "More vLLM EngineArgs, such as {enforce_eager: true}.")
 
     @property

@@ -19,6 +19,38 @@ class ProfileConfig(Section):
     ranks: tuple[NonNegativeInt, ...] = volatile((0,), "Policy ranks that trace these steps.")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685), trained in place of the weights."""
+
+    rank: int = key(0, "Rank of the adapters; 0: train all weights instead.", ge=0, le=512)
+    alpha: float = key(32.0, "An adapter's product is scaled by alpha / rank.", gt=0)
+    targets: tuple[str, ...] = key(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "Linear modules with an adapter, by name, in all decoder layers.",
+        min_length=1,
+    )
+    dropout: float = key(0.0, "Dropout of the adapters' inputs in updates.", ge=0, lt=1)
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _rank_turns_it_on(self) -> LoraConfig:
+        ignored = [
+            f"train.lora.{name}={getattr(self, name)}"
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        ]
+        if ignored and not self.rank:
+            raise ValueError(
+                f"{', '.join(ignored)} would be ignored, because train.lora.rank=0 trains all "
+                "weights; set train.lora.rank, for instance to 16"
+            )
+        return self
+
+
 class TrainConfig(Section):
     """Steps, batches, the optimizer, and how the model is laid out on devices."""
 
@@ -50,6 +82,7 @@ class TrainConfig(Section):
     adam_beta1: float = key(0.9, "AdamW beta1: decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = key(0.999, "AdamW beta2: decay of the second moment.", ge=0, lt=1)
     adam_epsilon: float = key(1e-8, "AdamW epsilon.", gt=0, le=1)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     max_grad_norm: float = key(1.0, "Global norm to which gradients are clipped.", gt=0)
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Device type of policy and engines.")
     placement: Literal["separate", "colocated"] = volatile(

@@ -19,6 +19,7 @@ from dapo_core.model.sampling import Sampling
 if TYPE_CHECKING:
     import torch
 
+    from dapo_core.config.train import LoraConfig
     from dapo_core.weights.inbox import Inbox
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -85,6 +86,7 @@ class EngineSettings:
     batch_invariant: bool = False  # a response's log-probs do not depend on its batch
     # additional arguments of vLLM's EngineArgs
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None  # receives an adapter in place of weights
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
@@ -196,6 +198,7 @@ class Engine(ABC):
     ) -> None:
         """Replace all weights (Hugging Face names, full tensors) and clear the prefix cache.
 
+        With settings.lora, replace the adapter instead, by peft's names.
         Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen
         tensors. After such an error, old and new weights are mixed and the policy version is
         unchanged.

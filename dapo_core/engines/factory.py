@@ -31,6 +31,11 @@ def build_engine(
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
     """Return the settings of a rollout worker's engine."""
+    train = config.train
+    lora = train.lora if train.lora.rank and config.rollout.lora == "adapter" else None
+    sleep_level = device.sleep_level if train.is_colocated else None
+    if lora is not None and sleep_level is not None:
+        sleep_level = 1  # level 2 discards weights, which only a sync of all weights replaces
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -48,5 +53,6 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         expert_parallel=config.rollout.expert_parallel,
         batch_invariant=config.rollout.batch_invariant,
         engine_args=config.rollout.engine_args,
-        sleep_level=device.sleep_level if config.train.is_colocated else None,
+        lora=lora,
+        sleep_level=sleep_level,
     )

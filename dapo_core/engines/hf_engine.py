@@ -27,10 +27,11 @@ from dapo_core.engines.base import (
 )
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import WEIGHTS
+from dapo_core.model.lora import adapter_name, add_adapters, is_adapter
 from dapo_core.model.names import file_views, tied_names
 from dapo_core.model.pretrained import load_causal_lm
 from dapo_core.model.sampling import Sampling, read_eos_ids
-from dapo_core.model.tensors import weight_names
+from dapo_core.model.tensors import read_headers, weight_names
 
 PREFILL_TOKENS = 8192  # per wave, including padding
 GROWTH_TOKENS = 64  # columns by which a cache grows
@@ -129,6 +130,10 @@ class HuggingFaceEngine(Engine):
         self._file_names = weight_names(model_path)
         dtype = getattr(torch, settings.dtype)
         model: Any = load_causal_lm(model_path, dtype, settings.trust_remote_code)
+        self._has_adapter = settings.lora is not None
+        if settings.lora is not None:
+            sizes = {name: header.shape for name, header in read_headers(model_path).items()}
+            add_adapters(model, sizes, settings.lora, on_meta=False)
         self._model = model.to(self._device).eval()
         self._views = self._by_file_name()
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
@@ -188,7 +193,13 @@ class HuggingFaceEngine(Engine):
             getattr(torch, self._device.type).empty_cache()
 
     def _by_file_name(self) -> dict[str, torch.Tensor]:
-        """Return the model's parameters by file name, tied ones under each of their names."""
+        """Return what is replaced by file name: the adapter, or all parameters.
+
+        Tied parameters are under each of their names.
+        """
+        if self._has_adapter:
+            parameters = self._model.named_parameters()
+            return {adapter_name(n): each.detach() for n, each in parameters if is_adapter(n)}
         names = self._file_names | tied_names(self._model).keys()
         views: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):

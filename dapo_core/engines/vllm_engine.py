@@ -8,10 +8,11 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors import safe_open
@@ -37,7 +38,11 @@ from dapo_core.machine.environment import (
     set_defaults,
 )
 from dapo_core.model.folder import read_config
+from dapo_core.model.lora import adapter_name, adapter_shapes, vllm_rank, write_adapter
 from dapo_core.model.sampling import read_eos_ids
+
+if TYPE_CHECKING:
+    from dapo_core.config.train import LoraConfig
 
 HEAD = "lm_head.weight"
 # multiples of 32 are fast; small blocks let siblings share more of a short prompt
@@ -67,7 +72,13 @@ class VllmEngine(Engine):
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
             shapes.setdefault(HEAD, shapes.get("model.embed_tokens.weight", ()))
-        super().__init__(settings, shapes, {HEAD} if self._is_head_tied else ())
+        optional = {HEAD} if self._is_head_tied else set()
+        if settings.lora is not None:
+            adapters = adapter_shapes(shapes, settings.lora)
+            shapes, optional = {adapter_name(name): adapters[name] for name in adapters}, set()
+        super().__init__(settings, shapes, optional)
+        self._model_path = model_path
+        self._adapter: Any = None  # vLLM's request for it; None: the weights alone
         self._stop_ids = read_eos_ids(model_path)
         self._max_tokens = settings.max_model_tokens
         if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
@@ -107,11 +118,36 @@ class VllmEngine(Engine):
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         from dapo_core.weights import vllm_transfer
 
-        vllm_transfer.replace_weights(self._engine, weights)
-        self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
+        if self.settings.lora is not None:
+            self._replace_adapter(dict(weights), self.settings.lora)
+        else:
+            vllm_transfer.replace_weights(self._engine, weights)
+            pack_again = functools.partial(_pack_again, is_head_tied=self._is_head_tied)
+            self._engine.apply_model(pack_again)
         if not self._engine.reset_prefix_cache():
             raise RolloutError(
                 "vLLM did not clear its prefix cache after a weight update; restart the training"
+            )
+
+    def _replace_adapter(self, tensors: Mapping[str, torch.Tensor], lora: LoraConfig) -> None:
+        """Replace the adapter by one with a new id, as which vLLM caches it.
+
+        vLLM's public interface reads adapters from folders alone; this one is deleted afterwards.
+        """
+        from vllm.lora.request import LoRARequest
+
+        old, number = self._adapter, 1
+        if old is not None:
+            number += old.lora_int_id
+            self._engine.remove_lora(old.lora_int_id)
+        with tempfile.TemporaryDirectory(prefix="dapo-adapter-") as folder:
+            write_adapter(Path(folder), tensors, lora, self._model_path)
+            self._adapter = LoRARequest(f"policy-{number}", number, folder)
+            is_added = self._engine.add_lora(self._adapter)
+        if not is_added or self._engine.list_loras() != {number}:
+            raise RolloutError(
+                f"vLLM did not replace its adapter: it has {self._engine.list_loras()} instead of "
+                f"{number}; restart the training"
             )
 
     def _sleep(self) -> None:
@@ -173,7 +209,8 @@ class VllmEngine(Engine):
             ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **parameters
         )
         try:
-            self._engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, sampling)
+            prompt = {"prompt_token_ids": list(token_ids)}
+            self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM rejected request {request_id}: {error}") from error
 
@@ -264,6 +301,7 @@ def _start(
 
     from dapo_core.weights import vllm_transfer
 
+    replaced = vllm_transfer.settings() if settings.lora is None else _for_adapters(settings.lora)
     parts: Any = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
@@ -280,7 +318,7 @@ def _start(
                 pipeline_parallel_size=settings.pipeline_parallel,
                 enable_expert_parallel=settings.expert_parallel,
                 enable_sleep_mode=settings.sleep_level is not None,
-                **vllm_transfer.settings(),
+                **replaced,
                 **parts,
                 **device_arguments(current_platform.device_type, settings, max_tokens),
             ),
@@ -295,6 +333,13 @@ def _start(
     # Each reload warns about modules without weights; check_weights reports missing ones.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
+
+
+def _for_adapters(lora: LoraConfig) -> dict[str, Any]:
+    """Return the EngineArgs for one adapter at a time."""
+    counts = {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": vllm_rank(lora)}
+    # Without targets vLLM also wraps the output head, which then fails on prompt log-probs.
+    return {"enable_lora": True, "lora_target_modules": [*lora.targets], **counts}
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from dapo_core.checkpoint.others import OtherCheckpoint, checkpoint_at, newest_o
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
 from dapo_core.merge.huggingface import HuggingFaceSource
+from dapo_core.merge.lora import LoraSource, adapter_source, with_base
 from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
@@ -36,11 +38,16 @@ from dapo_core.merge.writer import (
     write_manifest,
 )
 from dapo_core.model.folder import copy_model_files
+from dapo_core.model.lora import ADAPTER_FOLDER, is_adapter_folder
 from dapo_core.model.names import COMPUTED_BUFFERS, tied_names
 from durable import LockHeld, is_locked, locked, publish, read_holder
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger(__name__)
+
+LARGE_ERROR = 0.1  # of rounding a merged adapter, relative to its update
 
 
 def merge_checkpoint(
@@ -55,11 +62,13 @@ def merge_checkpoint(
     """Write the model to `target` as a folder that transformers and vLLM load.
 
     `sources` is a dapo train checkpoint or training output (`checkpoint` selects latest or best), a
-    verl FSDP checkpoint or a Hugging Face folder; pass one folder per node if the shards are on
-    several nodes. `dtype` "keep" preserves each tensor's dtype. Tied weights are stored once.
+    verl FSDP checkpoint, a Hugging Face folder or a LoRA adapter; pass one folder per node if the
+    shards are on several nodes. `dtype` "keep" preserves each tensor's dtype. Tied weights are
+    stored once.
     Everything read is verified against the checkpoint's checksums, and merge_manifest.json records
     digests of everything written. `verify_logits` also reads the files back from disk and compares
-    the logits of both models. Returns {"tensors", "parameters", "bytes", "shards"}.
+    the logits of both models. Adapters are merged into their base model in float32, and also
+    written to the folder `adapter`. Returns {"tensors", "parameters", "bytes", "shards"}.
 
     The target appears atomically once it is complete. Raises CheckpointError if a source is
     incomplete or belongs to another model, if the target is not empty, or if another merge is
@@ -87,6 +96,9 @@ def merge_checkpoint(
         if verify_logits:
             require_on_disk(folder, parts)
             description["logits"] = compare_logits(folder, source, outputs)
+        if isinstance(source, LoraSource):
+            source.write_adapter(folder / ADAPTER_FOLDER)
+            description["rounding_error"] = _stated(source.rounding_error(outputs), target)
         write_manifest(folder, files, parts, digests, description)
     return {
         "tensors": len(outputs),
@@ -96,19 +108,35 @@ def merge_checkpoint(
     }
 
 
+def _stated(error: float, target: Path) -> float:
+    """Return the rounding error of a merged adapter; warn of a large one."""
+    if error > LARGE_ERROR:
+        logger.warning(
+            "the precision of %s loses %.0f %% of what the adapter changes (norm of the rounding "
+            "error): merge with dtype float32 (merge.dtype, --dtype), or use its folder %s",
+            target.name,
+            100 * error,
+            ADAPTER_FOLDER,
+        )
+    return error
+
+
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
     """Open any trainer's checkpoint or a Hugging Face folder, which may have one folder per node.
 
     `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a
     shard is missing.
     """
+    if len(folders) == 1 and is_adapter_folder(folders[0]):
+        return adapter_source(folders[0])
     if len(folders) == 1:
         folders = [weights_in(folders[0], checkpoint)]
         if (folders[0] / "config.json").is_file() and any(folders[0].glob("*.safetensors")):
             return HuggingFaceSource(folders[0])
     shards = find_shards(folders)
     if not shards:
-        return DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
+        found = find_checkpoint(folders[0], checkpoint)
+        return with_base(DcpSource(found, folders[1:]), found)
     _refuse_best(checkpoint, folders[0], "one checkpoint of verl")
     return VerlSource(shards)
 

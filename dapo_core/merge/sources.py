@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,6 +42,17 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Readable(Protocol):
+    """Consecutive tensor values."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+
+    def read(self) -> Iterator[memoryview]:
+        """Yield the values in parts, each valid until this thread reads the next one."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ class Source(Protocol):
     def pieces(self, name: str) -> list[FilePiece]:
         """Tensors of the model's files that this tensor is split into, in row order."""
 
-    def blocks(self, name: str) -> list[Block]:
+    def blocks(self, name: str) -> Sequence[Readable]:
         """Positions of the whole tensor's values, in row-major order."""
 
     def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.digests import Part, content_part, digest_of, file_digest, num_threads
-from dapo_core.merge.sources import DTYPE_CODES, Block, Source
+from dapo_core.merge.sources import DTYPE_CODES, Readable, Source
 from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST
 from dapo_core.model.names import FilePiece
 
@@ -317,7 +317,7 @@ class _Values:
             # at the end of the last block, this verifies its checksum
             self._rest = next(self._parts, self._rest)
 
-    def _read(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+    def _read(self, blocks: Sequence[Readable]) -> Iterator[memoryview]:
         import torch
 
         for block in blocks:

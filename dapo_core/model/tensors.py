@@ -18,6 +18,7 @@ from dapo_core.model.folder import (
     require_model_folder,
     weight_paths,
 )
+from dapo_core.model.lora import ADAPTER_CONFIG
 from dapo_core.model.names import COMPUTED_BUFFERS, match_files, sample_of, tied_names
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ OTHER_MODEL = (
     "set model.path to a complete folder of an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
     "Llama"
 )
-ADAPTER_CONFIG = "adapter_config.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

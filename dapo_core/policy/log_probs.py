@@ -85,8 +85,8 @@ def load_token_log_probs(
     def wrap(causal_lm: nn.Module) -> nn.Module:
         return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus)
 
-    trust_remote_code = config.model.trust_remote_code
-    model = load_sharded(model_path, train, device, wrap, is_trainable, trust_remote_code)
+    options = is_trainable, config.model.trust_remote_code, config.run.seed
+    model = load_sharded(model_path, train, device, wrap, *options)
     row = probe_row(device.torch_device(), group)
     with torch.no_grad():
         model(row, 1.0, False)

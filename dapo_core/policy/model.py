@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
+from dapo_core.model.lora import base_name, first_values, is_adapter
 from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import first_row, local_part
 from dapo_core.model.tensors import OTHER_MODEL, weight_files
@@ -41,19 +42,25 @@ def load_sharded(
     wrap: Callable[[nn.Module], nn.Module],
     trainable: bool = True,
     trust_remote_code: bool = False,
+    seed: int = 0,
 ) -> nn.Module:
     """Load the folder's model under FSDP2, inside `wrap`, which stores it as `causal_lm`.
 
     Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32
-    master weights and computes in `train.dtype`; others are stored in that dtype. Collective.
+    master weights and computes in `train.dtype`; others are stored in that dtype, and so are the
+    frozen weights under train.lora, whose adapters are the float32 master weights. Collective.
     Raises ModelError like trainable_model.
     """
     dtype = device.resolve_dtype(train.dtype)
-    stored = torch.float32 if trainable else dtype
-    causal_lm = trainable_model(model_path, train.sequence_parallel, stored, trust_remote_code)
+    lora = train.lora if trainable and train.lora.rank else None
+    stored = torch.float32 if trainable and lora is None else dtype
+    parallel = train.sequence_parallel
+    causal_lm = trainable_model(model_path, parallel, stored, trust_remote_code, lora)
     install_kernels(causal_lm, train.fused_kernels, device)
     layers = decoder_layers(causal_lm)
-    model = wrap(causal_lm).train(trainable).requires_grad_(trainable)
+    model = wrap(causal_lm).train(trainable)
+    if lora is None:
+        model.requires_grad_(trainable)
     if train.gradient_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -73,7 +80,7 @@ def load_sharded(
         fully_shard(layer, reshard_after_forward=train.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # its backward pass follows at once
     _materialise(model, HOST if train.offload_shards else device.torch_device())
-    _fill(causal_lm, weight_files(model_path))
+    _fill(causal_lm, weight_files(model_path), seed)
     return model
 
 
@@ -112,7 +119,11 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
     """Raise ModelError unless the reference model, from `path`, has the policy's shapes."""
     policy_shapes, reference_shapes = (
-        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        {
+            base_name(name): tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if not is_adapter(name)
+        }
         for model in (policy, reference)
     )
     if policy_shapes != reference_shapes:
@@ -144,14 +155,18 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
-    """Read this rank's rows of every parameter."""
+def _fill(causal_lm: nn.Module, files: Mapping[str, Path], seed: int) -> None:
+    """Read this rank's rows of every parameter; new adapters get values from the seed."""
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in causal_lm.named_parameters():
             assert isinstance(parameter, DTensor)
             local, start = parameter.to_local(), first_row(parameter)
-            for piece in file_pieces(name, parameter.shape, files):
+            if is_adapter(name):
+                values = first_values(name, parameter.shape, seed)
+                local.copy_(values[start : start + local.shape[0]])
+                continue
+            for piece in file_pieces(base_name(name), parameter.shape, files):
                 path = files[piece.file_name]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim.AdamW:
-    """Create the optimizer; the learning rate is set before each step.
+    """Create the optimizer of the trainable parameters; the learning rate is set before each step.
 
     Accelerators update all tensors at once. A CPU, which would gain nothing, takes one at a time,
     with temporaries of its size alone.
     """
     return torch.optim.AdamW(
-        parameters,
+        [parameter for parameter in parameters if parameter.requires_grad],
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,

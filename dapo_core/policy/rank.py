@@ -23,6 +23,7 @@ from dapo_core.checkpoint.shards import Shards
 from dapo_core.machine.device import Device, device_for
 from dapo_core.machine.environment import DETERMINISTIC, set_defaults
 from dapo_core.memory.holdings import OPTIMIZER, WEIGHTS
+from dapo_core.model.lora import adapters_off
 from dapo_core.model.tensors import weight_names
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
@@ -65,6 +66,7 @@ class Policy(Profiled):
         if config.run.deterministic:
             set_defaults(DETERMINISTIC)
             torch.use_deterministic_algorithms(True)  # raises without a deterministic kernel
+        lora, is_merged = self.train.lora, config.rollout.lora == "merged"
         self.group = sequence_group(self.train.sequence_parallel)
         shared = config, self.device, self.group
         self.model = load_token_log_probs(model_path, *shared, is_trainable=True)
@@ -74,11 +76,13 @@ class Policy(Profiled):
             self.device.resolve_dtype(config.rollout.dtype),
             self.train.weight_bucket_bytes,
             self.device.torch_device(),
+            lora.scale if is_merged else None,
         )
         self.outbox: Outbox | None = None  # only on rank 0
         self.reference: nn.Module | None = None
-        if self.algorithm.kl.place != "off":
-            path = self.algorithm.kl.reference_path or model_path
+        reference_path = self.algorithm.kl.reference_path
+        if self.algorithm.kl.place != "off" and (reference_path or not lora.rank):
+            path = reference_path or model_path
             self.reference = load_token_log_probs(path, *shared, is_trainable=False)
             require_same_shapes(self.model, self.reference, path)
         self.optimizer = adamw(self.model.parameters(), self.train)
@@ -98,8 +102,13 @@ class Policy(Profiled):
 
     @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
-        """Return the reference model's log-probs of the share's response tokens: [b, R] float32."""
-        assert self.reference is not None, "algorithm.kl.place=off loads no reference model"
+        """Return the reference model's log-probs of the share's response tokens: [b, R] float32.
+
+        Under train.lora, the reference model is the policy without its adapters.
+        """
+        if self.reference is None:
+            with adapters_off(self.model):
+                return self._score(self.model, share, self.temperature, False).log_probs
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
     @record_function("update_actor")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
+from dapo_core.model.lora import add_adapters
 from dapo_core.model.pretrained import empty_causal_lm, load_model_config
 from dapo_core.model.tensors import require_original_weights, require_same_tensors
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from dapo_core.config.train import LoraConfig
     from dapo_core.config.training import TrainingConfig
 
 # transformers has no public API for these, nor for _supports_attention_backend; test_packing.py
@@ -34,16 +36,20 @@ def trainable_model(
     sequence_parallel: int,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
 ) -> nn.Module:
     """Build the folder's model with parameters on the meta device and real buffers.
 
-    Reads no weights. Raises ModelError unless the policy can train the model, and the folder has
-    its tensors: seconds before any device is used.
+    With `lora`, the model has adapters. Reads no weights. Raises ModelError unless the policy can
+    train the model, and the folder has its tensors: seconds before any device is used.
     """
     headers = require_original_weights(Path(model_path))
     require_architecture(load_model_config(model_path, trust_remote_code), sequence_parallel)
     model = empty_causal_lm(model_path, dtype, trust_remote_code)
     require_same_tensors(model_path, model, headers)
+    if lora is not None and lora.rank:
+        shapes = {name: header.shape for name, header in headers.items()}
+        add_adapters(model, shapes, lora, on_meta=True)
     return model
 
 
@@ -52,7 +58,7 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
     train, trusted = config.train, config.model.trust_remote_code
     for path in paths:
         if path is not None:
-            trainable_model(path, train.sequence_parallel, trust_remote_code=trusted)
+            trainable_model(path, train.sequence_parallel, None, trusted, train.lora)
 
 
 def require_architecture(model_config: PretrainedConfig, sequence_parallel: int) -> None:

@@ -1,4 +1,4 @@
-"""Gathers a rank's shards into the tensors of the model files, bucket by bucket."""
+"""Gathers a rank's shards into the tensors of model or adapter files, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dapo_core.model.lora import adapter_name, adapter_names, base_name, is_adapter
 from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import first_row, shard_dim, shard_rows
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
@@ -33,8 +34,9 @@ class _Part:
 class WeightSource:
     """The model's parameters under their file names, in the engines' dtype.
 
-    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank
-    holds only its own part of a bucket.
+    Of a model with adapters, either the adapters alone, in float32, or the weights with the
+    adapters merged into them. Rank 0 sends; the others copy their rows directly into its slot. So
+    beside its shards, a rank holds only its own part of a bucket.
     """
 
     def __init__(
@@ -44,16 +46,28 @@ class WeightSource:
         dtype: torch.dtype,
         max_bytes: int,
         device: torch.device,
+        merged_scale: float | None = None,
     ) -> None:
-        """file_names: tensors in the model files; device: of slots and shards on the device."""
+        """file_names: tensors in the model files; device: of slots and shards on the device.
+
+        merged_scale: of the adapters to merge; None sends the adapters, if the model has some.
+        """
         self._device = device
         self._causal_lm = causal_lm
+        self._merged_scale = merged_scale
         parameters: dict[str, Any] = dict(causal_lm.named_parameters())
+        sends_adapters = merged_scale is None and any(map(is_adapter, parameters))
         self._pieces = {
             piece.file_name: (name, piece)
             for name, parameter in parameters.items()
-            for piece in file_pieces(name, parameter.shape, file_names)
+            if is_adapter(name) == sends_adapters
+            for piece in (
+                [FilePiece(adapter_name(name))]
+                if sends_adapters
+                else file_pieces(base_name(name), parameter.shape, file_names)
+            )
         }
+        dtype = torch.float32 if sends_adapters else dtype
         self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
@@ -83,11 +97,14 @@ class WeightSource:
         for planned in bucket:
             name, piece = self._pieces[planned.name]
             row_numel = planned.numel // planned.shape[0]
+            update = self._update(name, parameters)
             for part in _parts(parameters[name], piece, planned):
                 start = planned.offset + part.first_row * row_numel
                 stop = start + part.num_rows * row_numel
                 if part.rank == rank:
                     rows = _own_rows(parameters[name], piece).to(self._device, self.plan.dtype)
+                    if update is not None:
+                        rows = rows + update.to(self._device)
                     rows = rows.reshape(-1)
                     sent.setdefault(planned.name, {})[part.number] = checksum(rows)
                     if slot is None:
@@ -99,6 +116,16 @@ class WeightSource:
         for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return sent
+
+    def _update(self, name: str, parameters: Mapping[str, DTensor]) -> torch.Tensor | None:
+        """Return this rank's rows of what an adapter adds to the weight. Collective.
+
+        FSDP2 splits the weight and the adapter's B into the same rows.
+        """
+        if self._merged_scale is None or base_name(name) == name:
+            return None
+        first, second = (parameters[each] for each in adapter_names(base_name(name)))
+        return self._merged_scale * second.to_local() @ first.full_tensor()
 
     def _tensors(self, parameters: Mapping[str, Any]) -> Iterator[PlannedTensor]:
         for file_name, (name, piece) in self._pieces.items():

@@ -104,7 +104,9 @@ class MergeConfig(Section):
         "Checkpoint to merge: the last one, or the one with the highest validation/accuracy.",
     )
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
-        "keep", "Precision of the merged weights; keep: float32, as trained."
+        "keep",
+        "Precision of the merged weights; keep: float32, as trained (under train.lora, of those "
+        "with an adapter).",
     )
     max_shard_bytes: int = key(5 * 1000**3, "Largest size of a safetensors file.", ge=1024)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dapo_core.model.lora import full_model
 from eval.problems.files import read_problems
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
@@ -51,7 +52,8 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     """Read the recipe's local files unless there are findings; unusable rows become findings."""
     inputs = Inputs(later=inputs_later(config))
     if config.model.source == "path":
-        inputs.model = Path(str(config.model.path))
+        with findings.catching("model"):
+            inputs.model = full_model(str(config.model.path))
     sources = train_sources(config)
     if findings.failed or all(
         source.is_generated for source in sources

@@ -16,6 +16,7 @@ from dapo_core.memory.plan import MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
 from dapo_core.model.folder import read_config
+from dapo_core.model.lora import full_model
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -107,6 +108,7 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
 def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str, Any]:
     """Return the model's config.json, from its folder, the published models or the recipe."""
     path = folder or (Path(str(model.path)) if model.source == "path" else None)
+    path = None if path is None else full_model(path)
     if path is not None and (path / "config.json").is_file():
         return read_config(path)
     known = _known_config(model)

@@ -11,6 +11,7 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import read_config, require_model_folder
+from dapo_core.model.lora import full_model
 from dapo_core.model.tensors import read_headers, require_generative
 from tasks.config.serve import ServeConfig
 
@@ -32,9 +33,11 @@ def require_servable(
 ) -> None:
     """Raise ModelError if vLLM cannot serve the folder, or serve.max_model_len is too large for it.
 
-    If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it
-    instead. `key` is what sets the folder.
+    Of an adapter, its base model is checked. If serve.extra_args or
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it instead. `key` is what
+    sets the folder.
     """
+    model_path = full_model(model_path)
     require_model_folder(model_path, key)
     require_generative(Path(model_path))
     read_headers(model_path)
@@ -53,6 +56,7 @@ def require_servable(
 
 def require_positions(model_path: str | Path, data: PromptsConfig, rollout: RolloutConfig) -> None:
     """Raise ModelError if prompt plus response of a rollout can exceed the model's positions."""
+    model_path = full_model(model_path)
     require_model_folder(model_path)
     longest = longest_sequence(read_config(Path(model_path)))
     needed = data.max_prompt_tokens + rollout.max_response_tokens

@@ -14,6 +14,7 @@ from typing import Any
 from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
 from dapo_core.machine.environment import PASSIVE_WAITING
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
+from dapo_core.model.lora import Adapter, open_adapter, vllm_rank
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
 from tasks.serve_model.failure import ServeError
@@ -30,11 +31,15 @@ MAX_UNBOUND_CORES = 8  # with more, a worker process that binds threads is worth
 def serve_command(
     model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME
 ) -> list[str]:
-    """The command line. The API key goes into the environment, which `ps` does not show."""
+    """The command line. The API key goes into the environment, which `ps` does not show.
+
+    An adapter is served on its base model, which is then called NAME-base.
+    """
+    adapter = open_adapter(Path(model_path))
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     tensor_parallel, data_parallel = settings.tensor_parallel, settings.data_parallel
     options = {
-        "--served-model-name": name,
+        "--served-model-name": name if adapter is None else f"{name}-base",
         "--host": settings.host,
         "--port": port,
         "--dtype": settings.dtype,
@@ -53,7 +58,7 @@ def serve_command(
         "-m",
         "dapo_core.engines.vllm_command",
         "serve",
-        str(model_path),
+        str(model_path if adapter is None else adapter.base),
         *(
             word
             for option, value in options.items()
@@ -61,8 +66,18 @@ def serve_command(
             for word in (option, str(value))
         ),
         *(["--enforce-eager"] if settings.eager else []),
+        *([] if adapter is None else _adapter_options(adapter, name)),
         *settings.extra_args,
     ]
+
+
+def _adapter_options(adapter: Adapter, name: str) -> list[str]:
+    """Options for one adapter; without targets, vLLM also wraps the head, and fails on prompts'
+    log-probs.
+    """
+    options = ["--enable-lora", "--lora-modules", f"{name}={adapter.folder}"]
+    options += ["--max-lora-rank", str(vllm_rank(adapter.lora)), "--lora-target-modules"]
+    return [*options, *adapter.lora.targets]
 
 
 def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConfig:

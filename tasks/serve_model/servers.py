@@ -17,6 +17,7 @@ import httpx
 
 from dapo_core.machine.environment import SOCKETS_VARIABLE
 from dapo_core.model.folder import read_config
+from dapo_core.model.lora import full_model
 from eval import EvaluationError
 from eval.endpoint import Endpoint
 from heartbeat import heartbeat
@@ -68,7 +69,7 @@ def serve_model(
     ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = on_this_device(settings, read_config(Path(model_path)))
+    settings = on_this_device(settings, read_config(full_model(model_path)))
     deadline = time.monotonic() + settings.startup_seconds
     api_key = secrets.token_urlsafe(24)
     add_secret(api_key)
@@ -100,7 +101,7 @@ def serve_until_interrupted(
 ) -> NoReturn:
     """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged."""
     require_servable(model_path, settings, environment, key="MODEL")
-    settings = on_this_device(settings, read_config(Path(model_path)))
+    settings = on_this_device(settings, read_config(full_model(model_path)))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.draw.rollout import RolloutWorker
-from dapo_core.engines.factory import build_engine
+from dapo_core.engines.factory import build_engine, engine_settings
 from dapo_core.errors import RolloutError
+from dapo_core.machine.device import Cpu
 from dapo_core.metrics.engine_checks import probe_difference
 from dapo_core.model.pretrained import load_tokenizer
+from dapo_core.model.sharding import local_part
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
 from dapo_core.weights.inbox import Delivery
@@ -31,6 +34,7 @@ from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engi
 from tests.vllm_experts import runs_experts
 
 PROBE = random_batch(num_groups=2, group_size=2)
+LORA = {"rank": 3, "alpha": 9}
 
 
 class InProcess:
@@ -73,21 +77,29 @@ def shared_cluster(
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
     )
-    cluster = _start(folder / "model", "vllm", *request.param)
+    cluster = _start(folder / "model", "vllm", *request.param)  # architecture, tied, lora
     yield cluster
     cluster.rollouts.worker.close()
     if torch.distributed.is_initialized():  # closing vLLM ends the group
         torch.distributed.destroy_process_group()
 
 
-def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bool) -> Any:
-    """Start a policy rank and an engine in this process, with the attributes of cluster.Cluster."""
+def _start(
+    path: Path, engine_name: str, architecture: Architecture, is_tied: bool, lora: str = ""
+) -> Any:
+    """Start a policy rank and an engine in this process, with the attributes of cluster.Cluster.
+
+    lora: the engine's form of adapters; "" trains all weights.
+    """
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
-    rank = Policy(model_path, make_config(model_path))
+    sections = {"train": {"lora": LORA}, "rollout": {"lora": lora}} if lora else {}
+    config = make_config(model_path, **sections)
+    settings = replace(tiny_engine_settings(), lora=engine_settings(config, Cpu()).lora)
+    rank = Policy(model_path, config)
     worker = RolloutWorker(
-        lambda: build_engine(engine_name, model_path, tiny_engine_settings(), seed=0),
+        lambda: build_engine(engine_name, model_path, settings, seed=0),
         load_tokenizer(model_path),
-        make_config(model_path),
+        config,
     )
     policy = SimpleNamespace(
         rank=rank,
@@ -194,6 +206,54 @@ def test_every_architecture_reaches_the_transformers_engine(
     tmp_path: Path, architecture: Architecture, is_tied: bool
 ) -> None:
     run_ranks(1, _sync_into_transformers, tmp_path, architecture, is_tied)
+
+
+def _require_adapters_arrive(cluster: Any, lora: str) -> None:
+    """Three updates; the engine follows each, and its base is the model's."""
+    base = cluster.policy.log_probs(PROBE, 1.0)[0]
+    draw = torch.Generator().manual_seed(0)
+    for version in (1, 2, 3):
+        before = _engine_log_probs(cluster)
+        for name, shard in _shards(cluster).items():
+            if ".lora_" in name:
+                with torch.no_grad():
+                    local_part(shard).add_(torch.randn(shard.shape, generator=draw) * 0.1)
+        cluster.weights.send(version)
+        after = _engine_log_probs(cluster)
+        assert (after - before).abs().max() > 1e-2
+        assert _difference(cluster) < 1e-5
+    names = cluster.rollouts.worker.loaded_weights().checksums
+    assert len(names) == (2 * 2 * 7 if lora == "adapter" else 2 * 11 + 2)
+    assert all(("lora_" in name) == (lora == "adapter") for name in names)
+    assert (cluster.policy.log_probs(PROBE, 1.0)[0] - base).abs().max() > 0.1
+
+
+IN_VLLM = [("qwen3", True, "adapter"), ("qwen3", True, "merged")]
+
+
+@pytest.mark.parametrize("shared_cluster", IN_VLLM, indirect=True, ids=["adapter", "merged"])
+def test_adapters_reach_vllm(shared_cluster: Any, request: pytest.FixtureRequest) -> None:
+    _require_adapters_arrive(shared_cluster, request.node.callspec.id)
+
+
+def _adapters_into_transformers(rank: int, path: Path, lora: str) -> None:
+    _require_adapters_arrive(_start(path, "hf", "qwen3", True, lora), lora)
+
+
+@pytest.mark.parametrize("lora", ["adapter", "merged"])
+def test_adapters_reach_the_transformers_engine(tmp_path: Path, lora: str) -> None:
+    run_ranks(1, _adapters_into_transformers, tmp_path, lora)
+
+
+@pytest.mark.parametrize("shared_cluster", IN_VLLM[:1], indirect=True, ids=["adapter"])
+def test_an_engine_with_an_old_adapter_is_detected(cluster: Any) -> None:
+    """By its log-probs."""
+    for name in _shards(cluster):
+        if ".lora_B." in name:
+            with torch.no_grad():
+                _shards(cluster)[name].add_(0.1)
+    with pytest.raises(RolloutError, match="the engine does not have the policy's weights"):
+        _difference(cluster)
 
 
 def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:

@@ -122,7 +122,7 @@ def test_lists_of_texts_take_numbers_as_typed_and_a_single_text(recipe: Path) ->
     ("override", "message"),
     [
         ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean"),
-        ("train.lr=1", r"unknown key train\.lr = 1; `dapo config show` lists all keys"),
+        ("train.xyz=1", r"unknown key train\.xyz = 1; `dapo config show` lists all keys"),
         ("reward.scorers=x", r"reward\.scorers = 'x' is refused: it must be a list, such as"),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: it must be at least 1"),
         ("train.total_steps=", r"train\.total_steps is empty: it must be a whole number, at"),
@@ -235,6 +235,21 @@ def test_model_references_are_validated() -> None:
             ["custom_reward.name=mine"],
             r"custom_reward\.name=mine would be ignored without custom_reward\.path",
         ),
+        (["train.lora.alpha=8"], r"lora\.alpha=8\.0 would be ignored, .*set train\.lora\.rank"),
+        (["rollout.lora=merged"], r"would be ignored by train\.lora\.rank=0"),
+        (
+            ["train.lora.rank=4", "rollout.lora=merged", "rollout.dtype=bfloat16"],
+            r"merged with rollout\.dtype=bfloat16 would lose the updates.*rollout\.lora=adapter",
+        ),
+        (
+            ["train.lora.rank=4", "rollout.lora=merged", "train.device=cuda"],
+            r"rollout\.dtype=auto would lose",
+        ),
+        (
+            ["train.lora.rank=4", "algorithm.kl.place=loss", "algorithm.kl.refresh_every=9"],
+            r"reference is the policy without its adapters; set algorithm\.kl\.refresh_every=0",
+        ),
+        (["train.lora.rank=4", "train.backend=verl"], r"train\.lora needs train\.backend=own"),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
             [
                 "algorithm.kl.place=reward",

@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dapo_core.config.train import LoraConfig
 from dapo_core.errors import ModelError
+from dapo_core.model.lora import adapter_name, adapter_shapes, base_name, is_adapter, parameter_name
 from dapo_core.model.names import file_pieces, file_views
 
+QWEN3 = {
+    f"model.layers.{layer}.{module}.weight": shape
+    for layer in range(2)
+    for module, shape in {
+        "self_attn.q_proj": (8, 4),
+        "self_attn.q_norm": (8,),
+        "mlp.down_proj": (4, 6),
+        "mlp.experts.0.gate_proj": (6, 4),
+    }.items()
+} | {"model.embed_tokens.weight": (9, 4), "lm_head.weight": (9, 4)}
 EXPERTS = "model.layers.3.mlp.experts"
 FILES = {
     f"{EXPERTS}.{expert}.{part}_proj.weight"
@@ -76,3 +88,32 @@ def test_a_parameter_missing_in_the_files_is_refused(
         ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"
     ):
         file_views(name, torch.zeros(shape), files)
+
+
+def test_adapters_have_these_names_and_shapes() -> None:
+    lora = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
+    shapes = adapter_shapes(QWEN3, lora)
+    assert len(shapes) == 2 * 2 * 2
+    assert shapes["model.layers.1.self_attn.q_proj.lora_A.default.weight"] == (2, 4)
+    assert shapes["model.layers.0.mlp.down_proj.lora_B.default.weight"] == (4, 2)
+    for name in shapes:
+        assert is_adapter(name)
+        assert parameter_name(adapter_name(name)) == name
+    assert adapter_name("q_proj.lora_A.default.weight") == "base_model.model.q_proj.lora_A.weight"
+    assert base_name("m.q_proj.base_layer.weight") == "m.q_proj.weight"
+    assert not is_adapter("m.q_proj.base_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_prj"], r"names q_prj, .* no such matrix; they have down_proj, gate_proj, q_proj"),
+        (["q_norm"], "names q_norm"),  # a vector
+        (["embed_tokens"], "names embed_tokens"),
+        (["q_proj", "lm_head"], "names lm_head"),
+        (["q_proj", "gate_proj"], r"gate_proj, which are experts .*targets=\[q_proj\]"),
+    ],
+)
+def test_a_target_without_an_adapter_is_named(targets: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        adapter_shapes(QWEN3, LoraConfig(rank=2, targets=tuple(targets)))

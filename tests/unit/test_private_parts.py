@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torch import nn
@@ -94,6 +94,23 @@ def test_vllm_still_packs_experts_and_a_head_where_the_core_packs_them_again() -
     assert "self.quant_method" in inspect.getsource(ParallelLMHead.__mro__[1])
     pack = vars(UnquantizedEmbeddingMethod)["process_weights_after_loading"]  # not the base's
     assert parameters(pack) == ["self", "layer"]
+
+
+@pytest.mark.slow
+def test_peft_still_switches_adapters_off_by_this_flag() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    assert BaseTunerLayer._disable_adapters is False
+    assert "_disable_adapters" in inspect.getsource(vars(BaseTunerLayer)["disable_adapters"].fget)
+
+
+@pytest.mark.slow
+def test_vllm_still_accepts_these_adapter_ranks() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    from dapo_core.model.lora import VLLM_RANKS
+
+    assert set(VLLM_RANKS) <= set(get_args(MaxLoRARanks))
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""Reads a base model with an adapter as a merge source: merged in float32, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.checkpoint.state import read_state_without_groups
+from dapo_core.errors import CheckpointError, ModelError
+from dapo_core.merge.dcp import DcpSource
+from dapo_core.merge.huggingface import HuggingFaceSource
+from dapo_core.merge.sources import Readable, Source, StoredTensor
+from dapo_core.model.folder import model_fingerprint
+from dapo_core.model.lora import (
+    Adapter,
+    adapter_name,
+    adapter_names,
+    open_adapter,
+    parameter_name,
+    read_adapter_config,
+    write_adapter,
+)
+from dapo_core.model.names import FilePiece
+
+if TYPE_CHECKING:
+    import torch
+
+    from dapo_core.merge.writer import OutputTensor
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """A weight with its adapter."""
+
+    source: LoraSource
+    name: str
+    num_bytes: int
+
+    def read(self) -> Iterator[memoryview]:
+        """Yield all values in float32."""
+        yield memoryview(self.source.merged(self.name).numpy()).cast("B")
+
+
+class LoraSource:
+    """A base model and an adapter; implements Source."""
+
+    def __init__(
+        self,
+        label: str,
+        adapter: Adapter,
+        tensors: Mapping[str, torch.Tensor],
+        model_files: Path,
+        description: Mapping[str, Any],
+    ) -> None:
+        """tensors: the adapter's parameters by name; model_files: configuration and tokenizer."""
+        import torch
+
+        self.label, self.model_files = label, model_files
+        self._adapter, self._parameters = adapter, tensors
+        self._description = description
+        self._base = HuggingFaceSource(adapter.base)
+        self.tensors = dict(self._base.tensors)
+        self._adapted = [
+            name for name in self.tensors if set(adapter_names(name)) <= tensors.keys()
+        ]
+        if 2 * len(self._adapted) != len(tensors):
+            raise CheckpointError(
+                f"{label} has adapters for {len(tensors) // 2} weights, but its base model "
+                f"{adapter.base} has {len(self._adapted)} of them; merge it with the model that "
+                "it was trained on"
+            )
+        for name in self._adapted:
+            self.tensors[name] = StoredTensor(self.tensors[name].shape, torch.float32)
+
+    def pieces(self, name: str) -> list[FilePiece]:
+        """The tensor itself: names are those of the base model's files."""
+        return self._base.pieces(name)
+
+    def blocks(self, name: str) -> Sequence[Readable]:
+        """Values of the base model, or of a merged weight."""
+        if name not in self._adapted:
+            return self._base.blocks(name)
+        return [_Merged(self, name, 4 * math.prod(self.tensors[name].shape))]
+
+    def describe(self) -> dict[str, Any]:
+        """Manifest entry."""
+        lora = self._adapter.lora.model_dump(mode="json")
+        return {**self._description, "base": model_fingerprint(self._adapter.base), "lora": lora}
+
+    def merged(self, name: str) -> torch.Tensor:
+        """Return a weight with its adapter, in float32."""
+        return read_tensor(self._base, name).float() + self._update(name)
+
+    def rounding_error(self, outputs: Sequence[OutputTensor]) -> float:
+        """Return the norm of what the outputs' precision loses, relative to the update's."""
+        lost = total = 0.0
+        for output in outputs:
+            if output.name in self._adapted:
+                merged = self.merged(output.name)
+                lost += float((merged.to(output.dtype).float() - merged).double().square().sum())
+                total += float(self._update(output.name).double().square().sum())
+        return math.sqrt(lost / total) if total else 0.0
+
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter alone as peft does."""
+        adapter = self._adapter
+        named = {adapter_name(name): tensor for name, tensor in self._parameters.items()}
+        fingerprint = model_fingerprint(adapter.base)
+        write_adapter(folder, named, adapter.lora, adapter.base, fingerprint)
+
+    def _update(self, name: str) -> torch.Tensor:
+        first, second = (self._parameters[each].float() for each in adapter_names(name))
+        return self._adapter.lora.scale * second @ first
+
+
+def read_tensor(source: Source, name: str) -> torch.Tensor:
+    """Return a whole tensor of a source."""
+    import torch
+
+    stored, content = source.tensors[name], bytearray()
+    for block in source.blocks(name):
+        for part in block.read():
+            content += part
+    return torch.frombuffer(content, dtype=stored.dtype).view(stored.shape)
+
+
+def with_base(source: DcpSource, checkpoint: Path) -> Source:
+    """Return the checkpoint's source, on its base model if the checkpoint holds an adapter.
+
+    Raises CheckpointError if the base model is missing or another one.
+    """
+    adapter = read_adapter_config(checkpoint)
+    if adapter is None:
+        return source
+    try:
+        adapter.require_base(read_state_without_groups(checkpoint).identity.get("model"))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    tensors = {name: read_tensor(source, name) for name in source.tensors}
+    files = source.model_files
+    return LoraSource(source.label, adapter, tensors, files, source.describe())
+
+
+def adapter_source(folder: Path) -> LoraSource:
+    """Open peft's folder of an adapter on its base model; raises ModelError like open_adapter."""
+    from safetensors.torch import load_file
+
+    adapter = open_adapter(folder)
+    assert adapter is not None, f"{folder} has no adapter"
+    tensors = {parameter_name(n): each for n, each in load_file(adapter.weights).items()}
+    return LoraSource(str(folder), adapter, tensors, adapter.base, {"format": "peft"})

@@ -1,0 +1,289 @@
+"""LoRA adapters in a transformers model: which weights get one, their names, and peft's files.
+
+model                         q_proj.base_layer.weight, q_proj.lora_A.default.weight
+model files                   q_proj.weight
+adapter files and engines     base_model.model. + q_proj.lora_A.weight
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import ModelError
+from dapo_core.model.folder import model_fingerprint, read_config, require_model_folder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from dapo_core.config.train import LoraConfig
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER = "adapter"  # beside the weights of a merged model
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of its max_lora_rank above 1
+_FINGERPRINT = "base_fingerprint"
+_OTHER_METHODS = (
+    "use_dora use_rslora modules_to_save rank_pattern alpha_pattern fan_in_fan_out lora_bias "
+    "trainable_token_indices target_parameters layers_to_transform"
+).split()
+_PREFIX, _BASE, _DEFAULT = "base_model.model.", ".base_layer.", ".default."
+_ADAPTER = re.compile(r"\.lora_[AB]\.default\.weight$")
+_LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*?(?P<module>\w+)\.weight")
+
+
+def base_name(name: str) -> str:
+    """Return the name of a base weight without adapters; others unchanged."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of a model with adapters belongs to one."""
+    return _ADAPTER.search(name) is not None
+
+
+def adapter_name(name: str) -> str:
+    """Return an adapter parameter's name in peft's files and in engines."""
+    return _PREFIX + name.replace(_DEFAULT, ".")
+
+
+def parameter_name(name: str) -> str:
+    """Return the parameter that has this name in peft's files and in engines."""
+    return re.sub(r"\.weight$", f"{_DEFAULT}weight", name.removeprefix(_PREFIX))
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the parameters A [rank, in] and B [out, rank] of a model file's weight [out, in]."""
+    module = weight.removesuffix("weight")
+    return f"{module}lora_A{_DEFAULT}weight", f"{module}lora_B{_DEFAULT}weight"
+
+
+def adapter_shapes(
+    weights: Mapping[str, tuple[int, ...]], lora: LoraConfig
+) -> dict[str, tuple[int, int]]:
+    """Return the shapes of all adapter parameters for the weights of the model's files.
+
+    Raises ModelError for a target that no decoder layer has, and for experts.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    found: dict[str, list[str]] = {}
+    for name, shape in weights.items():
+        if len(shape) == 2 and (match := _LAYER_WEIGHT.fullmatch(name)):
+            found.setdefault(match["module"], []).append(name)
+    for target in lora.targets:
+        if not (names := found.get(target)):
+            raise ModelError(
+                f"train.lora.targets names {target}, but the decoder layers have no such matrix; "
+                f"they have {', '.join(sorted(found))}"
+            )
+        if expert := next((name for name in names if ".experts." in name), None):
+            rest = [each for each in lora.targets if ".experts." not in found.get(each, [""])[0]]
+            raise ModelError(
+                f"train.lora.targets names {target}, which are experts here ({expert}) and have "
+                f"no adapters; set train.lora.targets=[{', '.join(rest)}]"
+            )
+        for name in names:
+            rows, columns = weights[name]
+            first, second = adapter_names(name)
+            shapes |= {first: (lora.rank, columns), second: (rows, lora.rank)}
+    return shapes
+
+
+def add_adapters(
+    model: nn.Module, weights: Mapping[str, tuple[int, ...]], lora: LoraConfig, on_meta: bool
+) -> None:
+    """Add float32 adapters to a causal language model, as the only trainable parameters.
+
+    `weights` are the shapes of its files. New adapters change nothing; with `on_meta` they have no
+    values. Raises ModelError like adapter_shapes, and for targets that are not linear modules.
+    """
+    import peft
+
+    shapes = adapter_shapes(weights, lora)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=[*lora.targets],
+    )
+    try:
+        peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise ModelError(
+            f"peft cannot adapt {type(model).__name__} with train.lora.targets="
+            f"[{', '.join(lora.targets)}]: {error}; remove the targets that it names"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+    found = {n: tuple(each.shape) for n, each in model.named_parameters() if is_adapter(n)}
+    if found != shapes:
+        other = sorted(found.items() ^ shapes.items())[0][0]
+        raise ModelError(
+            f"train.lora.targets=[{', '.join(lora.targets)}] adapt {len(found)} matrices of "
+            f"{type(model).__name__}, but its files have {len(shapes)} under these names, such as "
+            f"{other}: choose linear modules of the decoder layers"
+        )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute without adapters in the block; peft's own switch would also change requires_grad."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def first_values(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Return an adapter parameter before training: A as in peft, from its own seed, and B zero."""
+    import torch
+
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def vllm_rank(lora: LoraConfig) -> int:
+    """Return the smallest rank that vLLM can reserve for the adapter."""
+    return min(rank for rank in VLLM_RANKS if rank >= lora.rank)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in peft's folder, or in a checkpoint."""
+
+    folder: Path
+    lora: LoraConfig
+    base: Path  # model that it adapts
+
+    @property
+    def weights(self) -> Path:
+        """Its safetensors file; a checkpoint has none."""
+        return self.folder / ADAPTER_FILE
+
+    def require_base(self, fingerprint: str | None) -> None:
+        """Raise ModelError unless the base model exists, and is the one with the fingerprint."""
+        config = self.folder / ADAPTER_CONFIG
+        if not self.base.is_dir():
+            raise ModelError(
+                f"{self.folder} is an adapter of the model {self.base}, but this machine has no "
+                f"such folder; fetch the model, and put it there or name its folder in {config} "
+                "(base_model_name_or_path)"
+            )
+        require_model_folder(self.base, f"base_model_name_or_path in {config}")
+        if fingerprint not in (None, model_fingerprint(self.base)):
+            raise ModelError(
+                f"{self.folder} was trained on another model than the one in {self.base} now "
+                f"(base_model_name_or_path in {config}); name the folder of that model"
+            )
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    lora: LoraConfig,
+    base: str | Path,
+    fingerprint: str = "",
+) -> None:
+    """Write an adapter of the model `base` as peft does; the names are those of adapter_name.
+
+    The base model's fingerprint is in the metadata of the safetensors file.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    metadata = {"format": "pt", **({_FINGERPRINT: fingerprint} if fingerprint else {})}
+    save_file(dict(tensors), folder / ADAPTER_FILE, metadata)
+    (folder / ADAPTER_CONFIG).write_bytes(adapter_config(lora, base))
+
+
+def adapter_config(lora: LoraConfig, base: str | Path) -> bytes:
+    """Return the contents of adapter_config.json for an adapter of the model `base`."""
+    values = {
+        "base_model_name_or_path": str(Path(base).resolve()),
+        "bias": "none",
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": sorted(lora.targets),
+        "task_type": "CAUSAL_LM",
+    }
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder contains an adapter alone."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def read_adapter_config(folder: Path) -> Adapter | None:
+    """Return the adapter that a folder's adapter_config.json describes; None without the file.
+
+    Raises ModelError for other methods than plain LoRA.
+    """
+    from dapo_core.config.train import LoraConfig
+
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    values = read_config(folder, ADAPTER_CONFIG)
+    others = [name for name in _OTHER_METHODS if values.get(name) not in (None, False, {}, [])]
+    if values.get("peft_type") != "LORA" or others or values.get("bias", "none") != "none":
+        method = (
+            ", ".join(others) or f"peft_type={values.get('peft_type')}, bias={values.get('bias')}"
+        )
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG} describes more than plain LoRA ({method}), which is not "
+            "supported; merge the adapter into its base model with peft"
+        )
+    names = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+    try:
+        lora = LoraConfig.model_validate({key: values[name] for key, name in names.items()})
+        return Adapter(folder, lora, Path(values["base_model_name_or_path"]))
+    except (KeyError, ValueError, TypeError) as error:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} cannot be used: {error!r}") from error
+
+
+def full_model(folder: str | Path) -> Path:
+    """Return the base model's folder for an adapter's; others unchanged.
+
+    Raises ModelError like open_adapter.
+    """
+    adapter = open_adapter(Path(folder))
+    return Path(folder) if adapter is None else adapter.base
+
+
+def open_adapter(folder: Path) -> Adapter | None:
+    """Return the adapter in peft's folder if it is one; None for a model.
+
+    Raises ModelError if it is incomplete, or its base model is missing or another one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not is_adapter_folder(folder) or (adapter := read_adapter_config(folder)) is None:
+        return None
+    try:
+        with safe_open(adapter.weights, framework="numpy") as file:
+            fingerprint = (file.metadata() or {}).get(_FINGERPRINT)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{adapter.weights} cannot be read ({error}); copy it again") from error
+    adapter.require_base(fingerprint)
+    return adapter
