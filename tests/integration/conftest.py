@@ -28,6 +28,8 @@ def ray_address() -> Iterator[str]:
 
     # A process reads its token once, so its private Rays and this one have the same.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", AUTH_TOKEN: private_token()}
+    # Else each training that joins starts a process per CPU, whatever it needs.
+    os.environ |= {"RAY_prestart_worker_first_driver": "0"}
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
     )

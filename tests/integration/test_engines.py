@@ -186,12 +186,12 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
-    """The ten most likely first tokens, each within 4.5 standard deviations of 4000 samples."""
+    """The ten most likely first tokens, each within 4.5 standard deviations of 1000 samples."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
     prompt_ids = [5, 6, 7, 8]
     with torch.no_grad():
         probs = load_model(model_path)(torch.tensor([prompt_ids])).logits[0, -1].softmax(dim=-1)
-    num_samples = 4000
+    num_samples = 1000
     counts = [0] * len(probs)
     for response in run(
         engine, [GenerationRequest(str(i), prompt_ids, seed=i) for i in range(num_samples)]

@@ -127,6 +127,13 @@ def typed(line: str, folder: Path, *more: str) -> str:
     return done.stdout
 
 
+def called(line: str) -> str:
+    """The output of a command that succeeds in this process."""
+    done = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 @pytest.fixture
 def commands() -> list[str]:
     """init, plan and run from the README."""
@@ -136,15 +143,17 @@ def commands() -> list[str]:
 
 
 def test_the_three_readme_commands_lead_from_files_to_a_report(
-    commands: list[str], tmp_path: Path
+    commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only `run` is a process of its own; it samples with the engine that starts fastest."""
+    monkeypatch.chdir(tmp_path)
     build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
     write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)
     init, plan, run = commands
-    assert "next: dapo plan my.yaml" in typed(init, tmp_path)
-    assert re.search(r"preflight: \d+ checks passed", typed(plan, tmp_path))
-    changes = [word for change in SHORT for word in ("--set", change)]
+    assert "next: dapo plan my.yaml" in called(init)
+    assert re.search(r"preflight: \d+ checks passed", called(plan))
+    changes = [word for change in (*SHORT, "rollout.engine=hf") for word in ("--set", change)]
     typed(run, tmp_path, *changes)
     (report,) = (tmp_path / ".dapo/runs").glob("*/report/report.json")
     found = json.loads(report.read_text())
@@ -163,8 +172,7 @@ def test_a_try_shows_what_the_model_answers_and_what_to_change_without_signal(
     build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
     write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)
-    init = CliRunner().invoke(app, shlex.split(commands[0])[1:])
-    assert init.exit_code == 0, init.output
+    called(commands[0])
     changes = [*SHORT[1:], "rollout.engine=hf"]
     for chance in ([], SHORT[:1]):
         settings = load_config(Path("my.yaml"), [*changes, *chance])
@@ -205,13 +213,8 @@ def test_other_file_formats_and_models_plan_clean_and_train(
     model = build_tiny(tmp_path / "models/Qwen3-0.6B", architecture, positions=4096)
     write(tmp_path / data)
     (tmp_path / "reward.py").write_text(REWARD)
-    init, plan, _ = (shlex.split(line.replace("questions.csv", data))[1:] for line in commands)
-    prepare = ["prepare-data", "my.yaml", "--output", "prepared"]
-    said = []
-    for words in (init, plan, prepare):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        said.append(done.output)
+    lines = [line.replace("questions.csv", data) for line in commands[:2]]
+    said = [called(line) for line in (*lines, "dapo prepare-data my.yaml --output prepared")]
     assert re.search(r"preflight: \d+ checks passed", said[1])
     assert re.fullmatch(r"prepared: 72 training and 8 held-out problems", said[2].strip())
     config = load_config(Path("my.yaml"), [*SHORT, "rollout.engine=hf"])

@@ -36,13 +36,6 @@ try:
 except Exception as error:
     print("RESULT", type(error).__name__, error)
 """
-# The same with its own cluster, started without authentication.
-OPEN_CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-sys.argv[1:] = [cluster.address]
-"""
 
 
 def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -151,11 +144,3 @@ def test_its_folder_is_private_and_the_token_is_not_leaked(folder: Path) -> None
     assert not [line for line in lines if token in line]
     own = Path.home() / ".ray" / "auth_token"  # this user may have another cluster
     assert not own.exists() or token not in own.read_bytes()
-
-
-def test_a_cluster_without_tokens_is_joined_with_a_warning() -> None:
-    output = _result(_start(OPEN_CLUSTER + STRANGER, RAY_AUTH_MODE="disabled"))
-    assert "RESULT 42" in output, output
-    assert (
-        "is used without a token: anyone who can reach its ports can run code as its user" in output
-    )
