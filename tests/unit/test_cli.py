@@ -318,6 +318,7 @@ def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     assert not output.exists()  # so the fixed file can use the same folder
 
 
+@pytest.mark.slow
 def test_sigterm_says_that_the_same_command_continues() -> None:
     program = """
 import os, signal, time
