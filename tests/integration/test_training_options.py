@@ -201,7 +201,7 @@ def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
 def test_time_in_the_driver_shows_in_the_phases_of_a_step(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every function that a step calls in the driver takes a quarter of a second more."""
+    """Every function that a step calls in the driver takes half a second more."""
     delayed = ("draw_metrics", "shuffled", "build_batch", "check_sampled_alike", "weigh")
     for name in (*delayed, "training_metrics", "probe_difference", "TrainerState"):
         call = getattr(trainer, name)
@@ -209,7 +209,7 @@ def test_time_in_the_driver_shows_in_the_phases_of_a_step(
             trainer,
             name,
             lambda *given, _call=call, **named: (
-                time.sleep(0.25) or _call(*given, **named)  # type: ignore[func-returns-value]
+                time.sleep(0.5) or _call(*given, **named)  # type: ignore[func-returns-value]
             ),
         )
     lines = start(LENGTH_SCORER, sampler={"metric": "score"}, train={"total_steps": 2})
@@ -217,8 +217,8 @@ def test_time_in_the_driver_shows_in_the_phases_of_a_step(
     for line in lines:
         phases = [each for each in line if each.startswith("timing_s/") and each != "timing_s/step"]
         unseen.append(line["timing_s/step"] - sum(line[phase] for phase in phases))
-        assert line["timing_s/step"] > 8 * 0.25
-    assert min(unseen) < 0.125, unseen  # another process may delay one step
+        assert line["timing_s/step"] > 8 * 0.5
+    assert min(unseen) < 0.25, unseen  # another process may delay one step
 
 
 def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
