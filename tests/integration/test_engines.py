@@ -35,6 +35,8 @@ PARTS = {
     "vllm of two processes": {"tensor_parallel": 2},
     "vllm of two stages": {"pipeline_parallel": 2},
 }
+# How tokens are drawn does not depend on the number of an engine's processes.
+in_one_process = pytest.mark.parametrize("shared_engine", ["hf", "vllm"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm", *PARTS])
@@ -185,6 +187,7 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
     assert together["0"] != together["1"]
 
 
+@in_one_process
 def test_responses_follow_the_models_distribution(engine, model_path):
     """The ten most likely first tokens, each within 4.5 standard deviations of 1000 samples."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
@@ -203,6 +206,7 @@ def test_responses_follow_the_models_distribution(engine, model_path):
         assert abs(counts[token] - num_samples * p) < 4.5 * deviation
 
 
+@in_one_process
 def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
     """24 sampled and 8 greedy requests in 16 rows give the same responses alone and mixed."""
     engine.settings = replace(SETTINGS, temperature=0.7, top_k=50, top_p=0.9)
@@ -337,6 +341,7 @@ def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
             assert len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
+@in_one_process
 def test_a_resumed_response_does_not_repeat_its_random_numbers(engine, model_path):
     """Every token is equally likely at every position, so equal numbers give equal tokens."""
     model = load_model(model_path)
