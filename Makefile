@@ -73,7 +73,7 @@ bench: $(INSTALLED) ## measure balancing, scoring, engines, merge, checkpoints a
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/overhead.py
 
-ablation: $(INSTALLED) ## train the demo without one ingredient of DAPO at a time (15 trainings) and write docs/ablation.md
+ablation: $(INSTALLED) ## train the demo without one ingredient of DAPO at a time, and with each loss (42 trainings), and write docs/ablation.md
 	$(BIN)/python bench/learning.py --parallel 2
 
 files: $(INSTALLED) ## generate docs/files.md

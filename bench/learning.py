@@ -1,5 +1,6 @@
-"""Trains the CPU recipe whole and with one ingredient of DAPO removed at a time, and writes
-docs/ablation.md.
+"""Trains the CPU recipe whole, without one ingredient of DAPO at a time, and with each loss.
+
+Writes docs/ablation.md.
 
 Stages are built with the `dapo` commands of the chain into an artifact store: nothing finished is
 repeated, an interrupted training continues, and a change of the training code starts it over.
@@ -250,14 +251,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    removed = [name for name in VARIANTS if name != FULL]
+    others = [name for name in VARIANTS if name != FULL]
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=list(VARIANTS),
-        default=removed,
-        metavar="INGREDIENT",
-        help=f"ingredients to remove, each alone (default: {' '.join(removed)})",
+        default=others,
+        metavar="VARIANT",
+        help=f"ingredients to remove, and losses, each alone (default: {' '.join(others)})",
     )
     parser.add_argument(
         "--seeds",

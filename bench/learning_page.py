@@ -21,7 +21,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "token-mean": ("algorithm.loss_aggregation=seq-mean-token-mean",),
     "overlong-shaping": ("reward.overlong.enabled=false",),
 }
+INGREDIENTS = tuple(VARIANTS)[1:]
+LOSSES = ("gspo", "cispo", "sapo", "gmpo", "dppo-tv", "clip-cov", "kl-cov", "dro", "reinforce")
 COLOURS = dict(zip(VARIANTS, ("#2563a8", "#d9822b", "#3c8a5a", "#8e5ea2", "#b5473c"), strict=True))
+VARIANTS |= {name: (f"algorithm.loss={name}",) for name in LOSSES}
 CURVES = {  # metric: title of its plot
     "sampler/accuracy": "Right in training (share of finished responses)",
     "actor/entropy": "Policy entropy (nats per token)",
@@ -49,14 +52,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        what = (
-            "before"
-            if self.variant is None
-            else FULL
-            if self.variant == FULL
-            else f"without {self.variant}"
-        )
-        return f"{what}, seed {self.seed}"
+        return f"{'before' if self.variant is None else _name(self.variant)}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,15 @@ def render(outcomes: Sequence[Outcome], command: str) -> str:
     trained = by_variant(outcomes)
     befores = [outcome for outcome in outcomes if outcome.job.variant is None]
     text = template.render(
-        rows=[_row(name, group, trained[FULL]) for name, group in trained.items()],
+        rows=_rows(trained, (FULL, *INGREDIENTS)),
+        loss_rows=_rows(trained, (FULL, *LOSSES)),
         before=_spread([100 * outcome.accuracy for outcome in befores], 1),
         comparisons={
             ingredient(name): compare(group, trained[FULL])
             for name, group in trained.items()
-            if name != FULL
+            if name in INGREDIENTS
         },
+        num_intervals=len(trained) - 1,
         settings={ingredient(name): keys for name, keys in VARIANTS.items()},
         num_seeds=len(befores),
         num_steps=len(next(iter(trained[FULL][0].curves.values()))),
@@ -157,7 +155,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    trained = by_variant(outcomes)
+    grouped = by_variant(outcomes)
+    trained = {name: grouped[name] for name in COLOURS if name in grouped}
     figure = Figure(figsize=(10.5, 7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2).flat
@@ -190,6 +189,11 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def _rows(trained: Mapping[str, Sequence[Outcome]], names: Sequence[str]) -> list[list[str]]:
+    """Return the rows of those variants that were trained."""
+    return [_row(name, trained[name], trained[FULL]) for name in names if name in trained]
+
+
 def _row(name: str, group: Sequence[Outcome], full: Sequence[Outcome]) -> list[str]:
     """Return a variant's cells in the table."""
     return [
@@ -219,7 +223,9 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _name(variant: str) -> str:
-    return "full recipe" if variant == FULL else f"without {ingredient(variant)}"
+    if variant == FULL:
+        return "full recipe"
+    return f"loss {variant}" if variant in LOSSES else f"without {ingredient(variant)}"
 
 
 def _draw_band(axes: Axes, name: str, curves: Sequence[Sequence[float]]) -> None:

@@ -353,8 +353,8 @@ _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-toke
 
 
 def loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
-    if config[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean":
-        note = "geo_mean ignores it, and averages responses"
+    if (loss := config[f"{ACTOR}.policy_loss.loss_mode"]) in ("geo_mean", "sapo"):
+        note = f"{loss} ignores it, and averages responses"
         return taken(note, algorithm__loss_aggregation="seq-mean-token-mean")
     if value in _AGGREGATIONS:
         return taken(algorithm__loss_aggregation=value)

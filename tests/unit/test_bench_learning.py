@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from dapo_core.config.losses import LOSS_KINDS
 from flows.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,7 @@ def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -
         "full": [0.60, 0.70, 0.80],
         "clip-higher": [0.59, 0.73, 0.78],  # -1, +3, -2 points: mean 0
         "token-mean": [0.57, 0.66, 0.75],  # -3, -4, -5
+        "gspo": [0.57, 0.66, 0.75],
     }
     text = page.render(
         outcomes(page, accuracies)[::-1], "bench/learning.py"
@@ -84,7 +86,11 @@ def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -
         r"\*\*Token-mean\*\* .*: -4\.0 points without it, \*\*worse\*\* .*\(-6\.5 to -1\.5\)", text
     )
     assert "Before training: 40.0 (30.0..50.0) %" in text
-    assert "about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
+    assert "about 14 of 100 such pages" in text  # 1 - 0.95^3 = 0.1426
+    ingredients, losses = text.split("## Losses")
+    assert "gspo" not in ingredients
+    assert "| loss gspo | 66.0 (57.0..75.0) | -4.0 [-6.5, -1.5] |" in losses
+    assert "| full recipe | 70.0" in losses
 
 
 @pytest.mark.slow
@@ -99,7 +105,8 @@ def test_the_plot_is_drawn(page: ModuleType, tmp_path: Path) -> None:
 def test_each_variant_changes_only_its_keys(page: ModuleType) -> None:
     recipe = ROOT / "configs" / "arith_cpu.yaml"
     configs = {name: load_config(recipe, keys) for name, keys in page.VARIANTS.items()}
-    assert len(set(configs.values())) == len(configs) == 5
+    assert {*page.LOSSES} == {*LOSS_KINDS} - {"dapo", "custom"}
+    assert len(set(configs.values())) == len(configs) == 14
     assert configs["dynamic-sampling"].sampler.gen_prompts == configs["full"].train.train_prompts
     clips = configs["clip-higher"].algorithm
     assert clips.clip_ratio_high == clips.clip_ratio_low
