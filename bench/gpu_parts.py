@@ -149,8 +149,9 @@ class RandomPolicy(Policy):
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
         super().__init__(model_path, config)
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                local: torch.Tensor = parameter.to_local()  # type: ignore[operator]
+            parameters: dict[str, Any] = dict(self.model.named_parameters())
+            for name, parameter in parameters.items():
+                local = parameter.to_local()
                 local.fill_(1.0) if "norm" in name else local.normal_(0.0, 0.02)
 
 
@@ -331,7 +332,7 @@ def measure_transfer(sizes: Sizes, device: Device, scratch: Path, record: Record
     name, published = next(iter(sizes.models.items()))
     write_model_folder(model_config_of(published), scratch / name)
     config = config_of(device, sizes.tokens[0])
-    roles = {"build_rank": random_rank, "build_worker": Receiver}
+    roles: dict[str, Any] = {"build_rank": random_rank, "build_worker": Receiver}
     with record.case(name) as row, start_processes(config, scratch / name, **roles) as cluster:
         plan = cluster.weights.plan
         seconds = []
@@ -413,7 +414,8 @@ def measure_checkpoint(sizes: Sizes, device: Device, scratch: Path, record: Reco
     update = partial(policy.update, share, LossTotals.of(share.batch, 1))
     update()
     gigabytes = policy.checkpoint_bytes() / 1e9
-    weights = [parameter.to_local().clone() for parameter in policy.model.parameters()]  # type: ignore[operator]
+    own: list[Any] = list(policy.model.parameters())
+    weights = [parameter.to_local().clone() for parameter in own]
     for is_asynchronous in (False, True):
         folder = scratch / f"step_{int(is_asynchronous)}"
         folder.mkdir()
@@ -430,7 +432,6 @@ def measure_checkpoint(sizes: Sizes, device: Device, scratch: Path, record: Reco
         began = time.perf_counter()
         policy.load(str(folder))
         row["GB"], row["seconds"] = gigabytes, time.perf_counter() - began
-        own: list[Any] = list(policy.model.parameters())
         pairs = zip(weights, own, strict=True)
         row["weights"] = "equal" if all(a.equal(b.to_local()) for a, b in pairs) else "DIFFER"
     with record.case("optimizer state returns during an update") as row:

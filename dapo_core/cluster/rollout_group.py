@@ -109,12 +109,12 @@ class RolloutGroup:
     def _get(self, references: Any) -> Any:
         try:
             return self.actors.get(references, self.max_seconds)
-        except TimeoutError:
+        except TimeoutError as error:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs "
                 "(try another rollout.engine) or an engine step takes longer (raise "
                 "sampler.max_seconds_without_kept)"
-            ) from None
+            ) from error
 
 
 def owned(responses: Sequence[Sampled]) -> list[Sampled]:
