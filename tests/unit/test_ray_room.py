@@ -31,6 +31,7 @@ with StopRequest():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_interrupts_waiting_for_a_cluster(number: signal.Signals) -> None:
     with subprocess.Popen(
@@ -44,6 +45,7 @@ def test_a_signal_interrupts_waiting_for_a_cluster(number: signal.Signals) -> No
     assert time.monotonic() - started < room.ANSWER_SECONDS / 2
 
 
+@pytest.mark.slow
 def test_the_querying_child_ends_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", ASK], cwd=ROOT, stdout=subprocess.PIPE) as process:
         while not (below := descendants(process.pid)):

@@ -18,8 +18,6 @@ import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
-from prefect.server.events.schemas.automations import EventTrigger
-from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.utilities.callables import parameter_schema
 
 from dapo_core.errors import ConfigError
@@ -137,7 +135,11 @@ def test_the_nightly_run_is_scheduled_once_a_day_when_a_recipe_is_named() -> Non
     assert days == ["*", "*", "*"]
 
 
+@pytest.mark.slow  # as the imports are
 def test_a_lost_heartbeat_only_crashes_our_flows() -> None:
+    from prefect.server.events.schemas.automations import EventTrigger
+    from prefect.server.events.schemas.events import ReceivedEvent
+
     trigger = EventTrigger.model_validate(
         yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["trigger"]
     )
