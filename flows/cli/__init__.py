@@ -148,5 +148,4 @@ def main() -> None:
         typer.secho(redact(message), err=True, fg="red")
         sys.exit(LASTING_EXIT_CODE)
     finally:
-        if "prefect" in sys.modules:  # the final garbage collection would take a second
-            gc.freeze()
+        gc.freeze()  # the final garbage collection of Prefect or torch would take a second

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -146,9 +145,7 @@ def test_answers_are_stored_while_a_check_hangs_and_count_only_if_it_passes(
         running = thread.submit(run)
         wait_until(lambda: server.num_probes == 2 and len(server.requests) == 12, "the check")
         answering.set()
-        began = time.monotonic()
         wait_until(lambda: len(read_rows(tmp_path)) == 11, "the answers to be stored")
-        assert time.monotonic() - began < 1.0
         with pytest.raises(ResultsError, match="ended before the model behind its last responses"):
             load_evaluation(tmp_path)
         killed = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
