@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,12 @@ def line_shown() -> None:
     """Take note that this process has just shown a line, whatever it says."""
     global _last_line
     _last_line = time.monotonic()
+
+
+def print_to(stream: TextIO) -> None:
+    """Print the lines to a stream, in a process that does not set up logging."""
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager

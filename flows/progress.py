@@ -43,6 +43,7 @@ class StepBar(logging.Filter):
             self.task = self.bar.add_task(progress.what, total=progress.total, state="")
             self.bar.start()
         self.bar.update(self.task, completed=progress.done, state=progress.state, refresh=True)
+        line_shown()
         if progress.done == progress.total:
             self.close()
         return False

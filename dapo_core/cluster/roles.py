@@ -27,6 +27,7 @@ from dapo_core.policy.requirements import require_averages
 from dapo_core.weights.inbox import open_inbox
 from dapo_core.weights.links import Link
 from dapo_core.weights.proof import Loaded
+from heartbeat import print_to
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -63,9 +64,7 @@ class PolicyRank(_Process, Policy):
         torch.distributed.init_process_group(backends, address, rank=rank, world_size=num_ranks)
         require_averages(device.torch_device())
         if rank == 0:  # Ray forwards what a process prints to the trainer's output
-            log = logging.getLogger("heartbeat")
-            log.addHandler(logging.StreamHandler(sys.stdout))
-            log.setLevel(logging.INFO)
+            print_to(sys.stdout)
         super().__init__(model_path, config)
 
 

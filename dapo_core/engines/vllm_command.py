@@ -14,6 +14,7 @@ import tempfile
 
 from dapo_core.engines.vllm_warnings import hide_expected_warnings
 from dapo_core.machine.environment import SOCKETS_VARIABLE
+from heartbeat import heartbeat, print_to
 
 hide_expected_warnings()
 if _folder := os.environ.get(SOCKETS_VARIABLE):
@@ -37,7 +38,10 @@ def main() -> None:
 
     importlib.metadata.version = version
     sys.argv[0] = "vllm"
-    from vllm.entrypoints.cli.main import main as vllm_main
+    print_to(sys.stderr)
+    with heartbeat(lambda: "loading vLLM"):
+        import vllm.entrypoints.cli.serve  # noqa: F401
+        from vllm.entrypoints.cli.main import main as vllm_main
 
     try:
         vllm_main()

@@ -164,10 +164,11 @@ def run(
         print_report(report_again(settings))
         return
     require_ready(settings)
-    wait_for_api = provide_prefect_api(store)
-    from flows.dapo_full import dapo_full
+    with heartbeat(lambda: "starting Prefect"):
+        wait_for_api = provide_prefect_api(store)
+        from flows.dapo_full import dapo_full
 
-    wait_for_api()
+        wait_for_api()
     with message_when_stopped():
         result = dapo_full(str(config), tuple(overrides or ()))
     print_report(Path(result["run"]) / REPORT_FOLDER)
@@ -226,6 +227,7 @@ def stage(
         typer.echo(output)
 
 
+@heartbeat(lambda: "reading the recipe")
 def begin(config: Path, overrides: list[str] | None) -> Config:
     """Load the configuration; from here on, log lines start with time and stage."""
     from flows.config import load_config

@@ -55,6 +55,7 @@ WaitOption = Annotated[
     epilog="Example: dapo up --database postgresql+asyncpg://dapo@/dapo?host=/var/run/postgresql",
     short_help="Start a Prefect server and worker in the background.",
 )
+@heartbeat(lambda: "starting the services")
 def up(
     database: Annotated[
         str | None,

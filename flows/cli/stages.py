@@ -32,6 +32,7 @@ MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
     epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data",
     short_help="Write a recipe's training and held-out problems.",
 )
+@heartbeat(lambda: "preparing the data")
 def prepare_data(
     config: ConfigArgument,
     output: Annotated[Path, typer.Option(help="Output folder; must be empty or new.")],
@@ -54,6 +55,7 @@ def prepare_data(
     epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m",
     short_help="Fetch or build a recipe's model.",
 )
+@heartbeat(lambda: "reading the recipe")
 def fetch_model(
     config: ConfigArgument,
     output: Annotated[
@@ -317,6 +319,7 @@ def merge(
     epilog="Example: VLLM_API_KEY=secret dapo serve merged --set serve.port=8000",
     short_help="Serve a model with vLLM, as for an evaluation.",
 )
+@heartbeat(lambda: "checking the model folder")
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
     config: Annotated[
