@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -133,24 +134,31 @@ def test_without_a_terminal_long_work_is_logged_by_time_alone(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("has_lines", "num_beats"), [(False, range(6, 9)), (True, range(1))])
 def test_short_operations_in_a_row_are_not_silent_and_other_lines_count(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_lines: bool,
+    num_beats: range,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "SECONDS", 0.4)
+    """A minute of operations of 3 s, each shorter than the silence that is allowed."""
+    clock, operations = Clock(), [(lambda: "", 0.0)]
+
+    class Minute(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            clock.now += timeout or 0.0
+            number, seconds = divmod(clock.now, 3.0)
+            operations[:] = [(lambda: f"operation {number:.0f}", 3.0 * number)]
+            if has_lines and seconds < 0.5:
+                StandardOutput().handle(logging.makeLogRecord({"msg": "step 1"}))
+            return clock.now >= end
+
     caplog.set_level(logging.INFO)
-
-    def run_operations(line: str = "") -> list[str]:
-        heartbeat.line_shown()
-        caplog.clear()
-        for number in range(6):  # each is shorter than the silence that is allowed
-            with heartbeat.heartbeat(lambda number=number: f"operation {number}"):  # type: ignore[misc]
-                time.sleep(0.2)
-            if line:
-                StandardOutput().handle(logging.makeLogRecord({"msg": line}))
-        return caplog.messages
-
-    assert 1 <= len(run_operations()) <= 3
-    assert run_operations(line="step 1") == []
+    monkeypatch.setattr(heartbeat.time, "monotonic", clock)
+    heartbeat.line_shown()
+    end = clock.now + 60.0
+    heartbeat._beat(operations, Minute())
+    assert len(caplog.messages) in num_beats
 
 
 def test_an_evaluation_says_how_far_it_is_while_no_answer_arrives(
