@@ -101,7 +101,11 @@ class Trainer:
         self.dtypes = [device.resolve_dtype(each.dtype) for each in (config.train, config.rollout)]
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         self.utilization = ActorUtilization(
-            model_config, cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
+            model_config,
+            cluster.policy.device_name(),
+            self.dtypes[0],
+            config.train.num_ranks,
+            config.train.lora,
         )
         self.stop = StopRequest()  # placeholder; run() installs the real one
         self.num_steps = 0  # completed training steps
@@ -214,12 +218,13 @@ class Trainer:
 
     def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> dict[str, float]:
         """Send the weights to the engines; returns how far the worst engine is from the policy."""
+        with timer.phase("weight_sync"):
+            probe = batch.select([0])
+            probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("publish", timer)
         with timer.phase("weight_sync"):
             self.policy_version = policy_version
             self.cluster.weights.send(policy_version)
-            probe = batch.select([0])
-            probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("generate", timer)
         with timer.phase("weight_sync"):
             engines = self.cluster.rollouts.log_probs

@@ -120,6 +120,7 @@ def _load(
     policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
     if config.train.is_colocated:  # engines measure their devices' free memory
         actors.get(starting)
+    if config.train.takes_turns:
         policy.offload(OF_RANKS)
     for parts in engines:
         place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""

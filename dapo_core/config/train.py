@@ -88,6 +88,9 @@ class TrainConfig(Section):
     placement: Literal["separate", "colocated"] = volatile(
         "separate", "separate: ranks and engines on their own devices; colocated: they take turns."
     )
+    resident: bool = volatile(
+        False, "Under placement=colocated, keep everything on the devices instead of taking turns."
+    )
     device_model: str | None = volatile(
         None, "Device model for the memory plan, such as H100; unset: this machine's."
     )
@@ -176,6 +179,11 @@ class TrainConfig(Section):
         return self.placement == "colocated"
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether ranks and engines that share devices free them for each other."""
+        return self.is_colocated and not self.resident
+
+    @property
     def num_data_ranks(self) -> int:
         """Data-parallel size D: ranks that process different responses."""
         return self.num_ranks // self.sequence_parallel
@@ -232,6 +240,11 @@ class TrainConfig(Section):
                 "train.offload_shards=true already keeps weights and optimizer state in host "
                 "memory, so train.offload_parameters and train.offload_optimizer have nothing to "
                 "move; remove these two"
+            )
+        if self.resident and not self.is_colocated:
+            raise ValueError(
+                "train.resident=true would be ignored by train.placement=separate, where ranks and "
+                "engines keep everything on their own devices; remove it"
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(

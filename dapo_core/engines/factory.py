@@ -33,7 +33,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
     """Return the settings of a rollout worker's engine."""
     train = config.train
     lora = train.lora if train.lora.rank and config.rollout.lora == "adapter" else None
-    sleep_level = device.sleep_level if train.is_colocated else None
+    sleep_level = device.sleep_level if train.takes_turns else None
     if lora is not None and sleep_level is not None:
         sleep_level = 1  # level 2 discards weights, which only a sync of all weights replaces
     return EngineSettings(

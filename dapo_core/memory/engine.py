@@ -68,7 +68,8 @@ def engine_memory(
     activations = step_tokens * item * (4 * shape.hidden + 3 * shape.mlp_width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
-    weights = shape.engine_parameters(parts, stages) * item
+    adapters = shape.adapter_parameters(config.train.lora) if rollout.lora == "adapter" else 0
+    weights = (shape.engine_parameters(parts, stages) + adapters) * item
     graphs = GRAPH_BYTES if has_graphs else 0
     is_probed = is_vllm and config.train.backend == "own"
     probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_probed else 0

@@ -40,7 +40,9 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     which only exist during an update.
     """
     is_own = train.backend == "own"
-    if train.is_colocated and is_own:
+    if train.takes_turns and is_own:
+        if train.lora.rank and train.device != "cpu":  # adapters are sent from host memory
+            return {**COLOCATED, "publish": Holding(NOTHING, frozenset({WEIGHTS}))}
         return COLOCATED
     offloaded = {
         WEIGHTS: train.offload_parameters,
@@ -49,6 +51,6 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     }
     kept = frozenset(name for name in OF_RANKS if not offloaded[name])
     return {
-        phase: Holding(shared.ranks | kept, shared.engines if train.is_colocated else OF_ENGINES)
+        phase: Holding(shared.ranks | kept, shared.engines if train.takes_turns else OF_ENGINES)
         for phase, shared in COLOCATED.items()
     }

@@ -146,6 +146,9 @@ def plan_memory(
     # A bucket is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)
     bucket = min(bucket, engine.item_bytes * shape.num_parameters)
+    adapters = shape.adapter_parameters(config.train.lora)
+    if adapters and config.rollout.lora == "adapter":
+        bucket = min(bucket, MASTER * adapters)
     rank: RankMemory | None = None
     if splits is None:
         rank = rank_memory(config, shape)
@@ -172,19 +175,27 @@ def plan_memory(
         engine=engine,
         num_engines=config.rollout.num_workers,
         longest=longest_sequence(config),
-        disk=disk_plan(config, shape.num_parameters, merged_steps),
+        disk=disk_plan(config, shape.num_parameters, merged_steps, adapters),
         host_bytes=max(hosts),
     )
 
 
 def disk_plan(
-    config: TrainingConfig, num_parameters: int, merged_steps: Collection[int] = ()
+    config: TrainingConfig,
+    num_parameters: int,
+    merged_steps: Collection[int] = (),
+    num_adapted: int = 0,
 ) -> Disk:
-    """Plan the disk space for checkpoints, including one being written, and merged models."""
+    """Plan the disk space for checkpoints, including one being written, and merged models.
+
+    num_adapted: parameters of adapters, which checkpoints hold alone; 0 if all are trained.
+    """
     keep = config.checkpoint
     num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
     item = device_for(config.train.device).item_bytes(config.train.dtype)
-    checkpoint = (MASTER + MOMENTS + item * is_reference_kept(config)) * num_parameters
+    checkpoint = (MASTER + MOMENTS + item * is_reference_kept(config)) * (
+        num_adapted or num_parameters
+    )
     return Disk(checkpoint, num_kept + 1, MERGED * num_parameters, 1 + len(merged_steps))
 
 
@@ -228,7 +239,8 @@ def _rank_parts(
     elif phase == "publish":
         yield "weights being sent", 0 if is_cpu else 2 * bucket, 0  # on rank 0
     elif phase == "checkpoint" and config.checkpoint.asynchronous:
-        saved = rank.weights + rank.optimizer + rank.reference * is_reference_kept(config)
+        trained = rank.gradients if config.train.lora.rank else rank.weights  # as many bytes
+        saved = trained + rank.optimizer + rank.reference * is_reference_kept(config)
         yield "copy being written", saved * is_cpu, saved * (not is_cpu)
 
 
@@ -248,9 +260,10 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[Part]:
         if is_cpu or (name in held and not train.offload_shards):
             yield label, size, 0
         elif label == "optimizer":  # under offload_shards it stays in pageable host memory
-            yield label, 0, size if train.offload_shards else 2 * rank.pinned
+            yield label, 0, size if train.offload_shards else rank.pinned_moments
         else:
-            yield label, 0, size if label == "reference model" else rank.pinned
+            is_small = label == "reference model" or (train.lora.rank and label == "gradients")
+            yield label, 0, size if is_small else rank.pinned
 
 
 def _holding(train: TrainConfig, phase: str) -> Holding:
@@ -262,6 +275,8 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
     is_cpu = train.device == "cpu"
     # on the host
     keeps_weights = config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1
+    if train.lora.rank and config.rollout.lora == "adapter":
+        keeps_weights = True  # no sync replaces them
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
     uses = []
     for phase in PHASES:

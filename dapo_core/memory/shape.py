@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from dapo_core.config.train import LoraConfig
 
 Shape = tuple[int, ...]
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -62,6 +65,14 @@ class ModelShape:
     @property
     def _shapes(self) -> list[Shape]:
         return [*self.root, *(shape for layer in self.layers for shape in layer)]
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """Return the elements of all LoRA adapters: rank x (rows + columns) of each matrix."""
+        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
+        hidden, width = self.hidden, self.intermediate
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
+        return lora.rank * len(self.layers) * sum(hidden + sizes.get(n, 0) for n in lora.targets)
 
     def shard_parameters(self, num_shards: int) -> int:
         """Return the elements of the largest shard: FSDP2 splits rows like torch.chunk."""

@@ -9,24 +9,29 @@ import numpy as np
 import torch
 
 from dapo_core.machine.device import peak_flops
+from dapo_core.memory.shape import shape_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from dapo_core.algorithm.batch import Batch
+    from dapo_core.config.train import LoraConfig
 
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: int) -> float | None:
+def training_flops(
+    config: PretrainedConfig, lengths: np.ndarray, num_logits: int, num_adapted: int = 0
+) -> float | None:
     """Return the FLOPs of a forward and backward pass over sequences of `lengths` [B].
 
     Counts matrix products, with two operations per multiply-add: projections, the MLP (or the
     router and a token's experts), causal attention, and the output head at `num_logits` positions.
     Recomputation by gradient checkpointing does not count (model FLOPs, PaLM, arXiv:2204.02311,
-    appendix B). None for an unknown architecture.
+    appendix B). With `num_adapted` parameters of LoRA adapters, the others have no gradients, which
+    saves a third of their products. None for an unknown architecture.
     """
     if config.model_type not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
         return None
@@ -41,7 +46,9 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
     width = 2 * num_heads * head_dim  # multiply-adds per pair: its score, its share of the value
     attention = config.num_hidden_layers * width * attended
     head = config.vocab_size * config.hidden_size * num_logits
-    return float(3 * 2 * (weights * lengths.sum() + attention + head))
+    frozen = 2 if num_adapted else 3  # forward, inputs' gradients, and unless frozen the weights'
+    products = frozen * (weights * lengths.sum() + head)
+    return float(2 * (products + 3 * (attention + num_adapted * lengths.sum())))
 
 
 def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
@@ -62,9 +69,15 @@ class ActorUtilization:
     """Computes perf/mfu/actor; if the peak or the FLOPs are unknown, logs the reason once."""
 
     def __init__(
-        self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int
+        self,
+        config: PretrainedConfig,
+        device_name: str,
+        dtype: torch.dtype,
+        num_devices: int,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.config = config
+        self.lora = lora
         self.peak: float | None = None  # FLOP/s of all devices
         peak = peak_flops(device_name)
         if peak is None:
@@ -82,6 +95,10 @@ class ActorUtilization:
         """Return perf/mfu/actor of passes that took `seconds`; {} if unknown."""
         if self.peak is None:
             return {}
-        flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))
+        adapted = 0
+        if self.lora is not None and self.lora.rank:
+            adapted = shape_of(self.config.to_dict()).adapter_parameters(self.lora)
+        num_logits = int(batch.response_lengths.sum())
+        flops = training_flops(self.config, batch.lengths, num_logits, adapted)
         assert flops is not None, "the constructor leaves peak unset for such an architecture"
         return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

@@ -87,7 +87,7 @@ class Policy(Profiled):
             require_same_shapes(self.model, self.reference, path)
         self.optimizer = adamw(self.model.parameters(), self.train)
         train = self.train
-        is_offloaded = train.offload_optimizer or train.offload_shards or train.is_colocated
+        is_offloaded = train.offload_optimizer or train.offload_shards or train.takes_turns
         is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
         saved: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
         state = self._causal_lm(), self.optimizer, self.device

@@ -172,7 +172,7 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
         )
         return
     steps = config.checkpoint_steps
-    disk = disk_plan(config, facts.parameters, steps)
+    disk = disk_plan(config, facts.parameters, steps, facts.num_adapted)
     needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
     written = _written_bytes(config, disk) if needed > free else 0

@@ -179,3 +179,12 @@ def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory["perf/max_memory_allocated_gb"] == 3.0
     assert memory["perf/max_memory_reserved_gb"] == 4.0
     assert (memory["perf/device_memory_used_gb"], resets) == (5.0, [1])
+
+
+def test_frozen_weights_save_their_gradients_products() -> None:
+    """Of 3 products per weight, the weight's own gradient is left out; adapters have all three."""
+    config, lengths = Qwen3Config(**SIZES, head_dim=8), np.array([7, 5])
+    whole, adapted = (training_flops(config, lengths, 4, number) for number in (0, 10))
+    weights = 3 * (24 * 8 * (2 * 4 + 2 * 2) + 3 * 24 * 40)  # projections and MLP of three layers
+    assert whole is not None
+    assert adapted == whole - 2 * (weights * 12 + 50 * 24 * 4) + 2 * 3 * 10 * 12

@@ -313,3 +313,22 @@ def test_the_command_shows_the_plan_and_what_saves_memory() -> None:
     assert {use["phase"] for use in plan["uses"]} == set(PHASES)
     wrong = CliRunner().invoke(app, ["plan", recipe_path, "--device-gigabytes", "24"])
     assert "needs --memory" in wrong.output
+
+
+def test_lora_keeps_an_8b_model_on_one_device_without_its_moments() -> None:
+    config = recipe("dapo_qwen3_8b_lora")
+    shape = shape_of(PUBLISHED["Qwen3-8B"])
+    # per layer: q, o 4096 + 4096; k, v 4096 + 1024; gate, up, down 4096 + 12,288
+    adapters = 16 * 36 * (2 * 8_192 + 2 * 5_120 + 3 * 16_384)
+    assert shape.adapter_parameters(config.train.lora) == adapters == 43_646_976
+    plan = planned(config, "Qwen3-8B", 79)
+    assert plan.rank is not None
+    assert plan.rank.weights == 2 * shape.num_parameters + 4 * adapters
+    assert plan.rank.optimizer == 2 * plan.rank.gradients == 8 * adapters
+    assert plan.disk.checkpoint == 12 * adapters
+    assert plan.shortages == []
+    offloaded = [use.host_bytes for use in plan.uses if use.phase != "checkpoint"]
+    assert sum(offloaded) == 0
+    small = planned(recipe("dapo_qwen3_8b_lora_24gb"), "Qwen3-8B", 23)
+    assert small.shortages == []
+    assert 35 * GIB < small.host_bytes < 38 * GIB  # 15.3 twice, the policy's rounded up as pinned

@@ -160,6 +160,8 @@ def test_derived_numbers_are_as_computed_by_hand(name: str) -> None:
         ("dapo_qwen3_0_6b_gsm8k", 2, 2_560, 400),
         ("dapo_qwen3_0_6b_laptop", 1, 2_560, 400),
         ("dapo_qwen3_8b_one_gpu", 1, 10_240, 200),
+        ("dapo_qwen3_8b_lora", 1, 10_240, 200),
+        ("dapo_qwen3_8b_lora_24gb", 1, 3_072, 200),
         ("dapo_qwen3_8b_math", 16, 10_240, 400),
         ("dapo_qwen3_8b_choice", 16, 10_240, 400),
     ],
