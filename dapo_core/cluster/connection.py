@@ -21,10 +21,11 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
+from dapo_core.cluster.environment import private_workers
 from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.errors import ConfigError, WorkerDied
-from dapo_core.machine.environment import LOOPBACK, RAY, WORKERS, set_defaults
+from dapo_core.machine.environment import RAY, WORKERS, set_defaults
 from durable import is_full, is_locked, locked
 from heartbeat import heartbeat
 
@@ -57,7 +58,7 @@ def connected_to_ray(
     set_defaults(RAY)
     address = train.ray_address
     with (
-        _private_ray(num_cpus)
+        _private_ray(num_cpus, private_workers(train))
         if address is None
         else _joined_ray(address, answer_seconds, is_quiet) as folder
     ):
@@ -100,14 +101,14 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
 
 
 @contextmanager
-def _private_ray(num_cpus: int) -> Iterator[Path | None]:
+def _private_ray(num_cpus: int, variables: dict[str, str]) -> Iterator[Path | None]:
     """Run Ray on loopback with a token of this training; its folder is removed at the end."""
     folder = _private_folder()
     # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach
     # this process.
     with locked(folder / LOCK_FILE), _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
         with heartbeat(lambda: "starting Ray"):
-            _start(folder, num_cpus)
+            _start(folder, num_cpus, variables)
         try:
             yield folder
         finally:
@@ -141,7 +142,7 @@ def _remove_old_folders(parent: str) -> None:
                 shutil.rmtree(lock.parent)
 
 
-def _start(folder: Path, num_cpus: int) -> None:
+def _start(folder: Path, num_cpus: int, variables: dict[str, str]) -> None:
     """Start Ray; on failure raises WorkerDied and leaves no processes behind."""
     # It logs a hint on how to turn authentication off.
     setup = logging.getLogger("ray._private.authentication.authentication_token_setup")
@@ -152,7 +153,7 @@ def _start(folder: Path, num_cpus: int) -> None:
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
-                runtime_env={"env_vars": WORKERS | LOOPBACK},
+                runtime_env={"env_vars": variables},
                 # Ray makes it world-accessible, but its parent is private
                 _temp_dir=str(folder / "ray"),
                 **_OPTIONS,

@@ -16,9 +16,11 @@ from dapo_core.machine.environment import (
     VLLM_PARTS_ON_CPU,
     VLLM_QUIET,
     WORKERS,
+    jemalloc,
 )
 
 if TYPE_CHECKING:
+    from dapo_core.config.train import TrainConfig
     from dapo_core.config.training import TrainingConfig
 
 
@@ -31,13 +33,22 @@ class Given:
     is_default: bool = False  # existing values take precedence
 
 
+def private_workers(train: TrainConfig) -> dict[str, str]:
+    """Return the variables of a private Ray's workers.
+
+    Colocated ranks free memory for the engines, which needs a malloc that returns it.
+    """
+    is_kept = train.device == "cpu" and not train.is_colocated
+    return WORKERS | LOOPBACK | (jemalloc() if is_kept else {})
+
+
 def given_by_training(config: TrainingConfig) -> Iterator[Given]:
     """Yield the variables that `dapo train` sets with the built-in backend."""
     train, rollout = config.train, config.rollout
     is_private = train.ray_address is None
     where = "" if is_private else ", unless their node sets it"
     yield Given("training and Ray", RAY, is_default=True)
-    yield Given("Ray's workers", WORKERS | (LOOPBACK if is_private else {}))
+    yield Given("Ray's workers", private_workers(train) if is_private else WORKERS)
     own = device_for(train.device).variables(train.is_colocated)
     yield Given(f"policy ranks and rollout workers{where}", own, is_default=is_private)
     if config.run.deterministic:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -15,6 +17,8 @@ PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Set job-wide, so that Ray can use its prestarted worker processes.
 WORKERS = {**PASSIVE_WAITING, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
+# Freed blocks are used again, large ones too, and never returned to the system.
+KEEP_FREED_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:-1,oversize_threshold:0"}
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
 # avoids sending weights to another process
 VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -29,3 +33,16 @@ def set_defaults(values: Mapping[str, str]) -> None:
     """Set variables in this process unless they are already set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def jemalloc() -> dict[str, str]:
+    """Return the variables that load the jemalloc of Ray's package; none if LD_PRELOAD is set.
+
+    On a CPU, glibc's malloc leaves holes of up to half a rank's tensors between blocks of many
+    sizes (docs/memory.md).
+    """
+    ray = importlib.util.find_spec("ray")
+    library = Path(str(ray and ray.origin)).parent / "core" / "libjemalloc.so"
+    if "LD_PRELOAD" in os.environ or not library.is_file():
+        return {}
+    return {"LD_PRELOAD": str(library), **KEEP_FREED_MEMORY}

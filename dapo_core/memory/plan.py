@@ -33,8 +33,8 @@ PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
 CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and collective buffers
 # Share of a rank's tensors: freed blocks that the allocator cannot reuse. Assumed for torch's,
-# measured for glibc's.
-SLACK, CPU_SLACK = 0.05, 0.25
+# measured for jemalloc's on a CPU.
+SLACK, CPU_SLACK = 0.05, 0.20
 # Measured on a CPU: resident memory of a process after its imports.
 PROCESS_BYTES = {"rank": int(0.45 * GIB), "vllm": int(0.8 * GIB), "hf": int(0.45 * GIB)}
 OTHERS_BYTES, SCORER_BYTES = GIB, int(0.1 * GIB)

@@ -115,7 +115,7 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
     )
     assert (
         "\n  Ray's workers: OMP_WAIT_POLICY=PASSIVE HF_HUB_DISABLE_PROGRESS_BARS=1 "
-        "GLOO_SOCKET_IFNAME=lo\n" in shown
+        "GLOO_SOCKET_IFNAME=lo LD_PRELOAD=" in shown
     )
     words = ["runs", "show", "latest", "--store", str(tmp_path / "one"), "--json"]
     rows = json.loads(CliRunner().invoke(app, words).output)["environment"]

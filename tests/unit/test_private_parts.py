@@ -6,11 +6,16 @@ Each fails here first when a library changes it; the comment at its use says why
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 from torch import nn
+
+from dapo_core.machine.environment import jemalloc
 
 
 def parameters(function: Any) -> list[str]:
@@ -30,6 +35,15 @@ def test_ray_still_binds_to_loopback_starts_processes_and_finds_clusters_as_expe
     assert parameters(available_resources_per_node) == []
     assert callable(Config.initialize)
     assert "_temp_dir" in inspect.getsource(ray.init)
+
+
+def test_ray_still_brings_the_jemalloc_that_keeps_a_rank_small() -> None:
+    code = "print('libjemalloc' in open('/proc/self/maps').read())"
+    run = [sys.executable, "-c", code]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    output = subprocess.check_output(run, env=environment | jemalloc(), text=True)
+
+    assert output == "True\n"
 
 
 def test_torch_still_makes_groups_beside_the_default_one_and_moves_parameters() -> None:
