@@ -46,6 +46,7 @@ _BETWEEN = re.compile(
     r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
     (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:\\q?quad\b)?[\s$\\(]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
+_SHORT = re.compile(r"\(?[A-J]\)?|(?i:yes|no|true|false)|[是否对错]|正确|错误")
 _COMMANDS = re.compile(
     r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]"
 )
@@ -206,7 +207,7 @@ def _cued(text: str) -> Found:
 
 
 def _is_bare_answer(text: str) -> bool:
-    """True for a short formula, possibly with a unit, or the letter of an option."""
+    """True for a short formula, possibly with a unit, the letter of an option, yes or no."""
     if (
         not text
         or len(text) > MAX_BARE_CHARS
@@ -217,7 +218,7 @@ def _is_bare_answer(text: str) -> bool:
     words = re.findall(r"[^\W\d_]{2,}", _COMMANDS.sub(" ", text))
     has_formula = any(character.isdigit() or character == "\\" for character in text)
     is_formula = not words or (len(words) <= 2 and (" " not in text or not text[0].isalpha()))
-    return (has_formula and is_formula) or re.fullmatch(r"\(?[A-J]\)?", text) is not None
+    return (has_formula and is_formula) or _SHORT.fullmatch(text) is not None
 
 
 def _unwrap(line: str) -> str | None:

@@ -216,9 +216,9 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     beside = file.with_name(f"results_{date}.json")
     about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
     model = str(about.get("model_name") or "unknown")
-    first_filter = min(line["filter"] for line in lines)
-    lines = [line for line in lines if line["filter"] == first_filter]
-    settings = _arguments(lines[0])[1]
+    first_filter = min(str(line.get("filter")) for line in lines)
+    lines = [line for line in lines if str(line.get("filter")) == first_filter]
+    settings = _requests(lines[0])[0][1]
     # a continuation: the log-likelihoods of options, without sampling
     if isinstance(settings, str):
         rows = [_options_row(line) for line in lines]
@@ -229,7 +229,7 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
         stop=(until,) if isinstance(until, str) else tuple(map(str, until)),
     )
     rows = [
-        _row(line["doc_id"], _messages(_arguments(line)[0]), response, line["target"])
+        _row(line["doc_id"], _messages(_requests(line)[0][0]), response, line["target"])
         for line in lines
         for response in line["resps"][0]
     ]
@@ -251,12 +251,12 @@ def _options_row(line: Mapping[str, Any]) -> Row:
     Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has
     several options.
     """
-    requests = [line["arguments"][f"gen_args_{number}"] for number in range(len(line["arguments"]))]
-    prompt = requests[0]["arg_0"]
+    requests = _requests(line)
+    prompt = requests[0][0]
     pairs = [
-        (str(one["arg_1"]).strip(), float(result[0]))
-        for one, result in zip(requests, line["filtered_resps"], strict=True)
-        if one["arg_0"] == prompt
+        (str(option).strip(), float(result[0]))
+        for (context, option), result in zip(requests, line["filtered_resps"], strict=True)
+        if context == prompt
     ]
     options = [option for option, _ in pairs]
     target = _gold_of(line["target"], line["doc_id"])
@@ -272,10 +272,16 @@ def _options_row(line: Mapping[str, Any]) -> Row:
     return _row(line["doc_id"], _messages(prompt), likeliest, gold, details=details)
 
 
-def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return (prompt, settings) of a request. A chat prompt is a list of one JSON text."""
-    arguments = line["arguments"]["gen_args_0"]
-    return arguments["arg_0"], arguments["arg_1"]
+def _requests(line: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return a document's requests: (prompt, settings or an option); version 0.4.2 lists them.
+
+    A chat prompt is a list of one JSON text.
+    """
+    found = line["arguments"]
+    if isinstance(found, list):
+        return [(one[0], one[1]) for one in found]
+    named = [found[f"gen_args_{number}"] for number in range(len(found))]
+    return [(one["arg_0"], one["arg_1"]) for one in named]
 
 
 def _messages(prompt: Any) -> Prompt:

@@ -235,6 +235,17 @@ def test_a_log_whose_answers_are_no_answers_is_refused_and_not_graded_wrong(
     assert not (tmp_path / "out").exists()
 
 
+def test_logs_of_early_lm_eval_that_list_their_requests_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "samples_boolq_1.jsonl"
+    lines = [json.loads(generated(number, "yes", "Yes")) for number in range(2)]
+    for line in lines:
+        line["arguments"] = [["Q: is it?\nA:", {"until": ["\n\n"]}]]
+        del line["filter"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    import_log(file, tmp_path / "out")
+    assert fields_of(tmp_path / "out", "gold", "verdict") == [("yes", "right")] * 2
+
+
 def test_a_damaged_line_of_a_log_is_named_and_not_dropped(tmp_path: Path) -> None:
     file = tmp_path / "samples_x_1.jsonl"
     file.write_text(generated(0, "1", "1") + "\n" + generated(1, "1", "1")[:-9])
