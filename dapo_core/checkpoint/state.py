@@ -106,7 +106,8 @@ def _tokens_file(groups: Sequence[list[Any]]) -> bytes:
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, num_tokens, *ids, *log_probs])
+    contents = [array.data for array in (num_tokens, *ids, *log_probs)]
+    return b"".join([len(header).to_bytes(8, "little"), header, *contents])
 
 
 def _without_tokens(value: Any) -> dict[str, Any]:
