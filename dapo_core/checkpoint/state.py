@@ -96,18 +96,18 @@ def _tokens_file(groups: Sequence[list[Any]]) -> bytes:
     log_probs = [np.asarray(each.rollout_log_probs, np.float32) for each in responses]
     num_tokens = np.array([len(each) for each in ids], dtype=np.int64)
     entries, end = {}, 0
-    for name, dtype, arrays in (
+    for name, dtype, parts in (
         ("num_tokens", "I64", [num_tokens]),
         ("response_ids", "I32", ids),
         ("rollout_log_probs", "F32", log_probs),
     ):
-        start, end = end, end + sum(array.nbytes for array in arrays)
-        shape = [sum(map(len, arrays))]
+        start, end = end, end + sum(part.nbytes for part in parts)
+        shape = [sum(map(len, parts))]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    contents = [array.data for array in (num_tokens, *ids, *log_probs)]
-    return b"".join([len(header).to_bytes(8, "little"), header, *contents])
+    arrays: list[np.ndarray] = [num_tokens, *ids, *log_probs]
+    return b"".join([len(header).to_bytes(8, "little"), header, *(each.data for each in arrays)])
 
 
 def _without_tokens(value: Any) -> dict[str, Any]:
