@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.others import OtherCheckpoint, checkpoint_at, newest_other
@@ -92,7 +92,7 @@ def merge_checkpoint(
         num_parameters = model.num_parameters()  # type: ignore[operator]
         write_index(folder, files, num_parameters)
         _copy_model_files(source.model_files, folder, outputs)
-        description = {"source": source.describe(), "dtype": dtype}
+        description: dict[str, Any] = {"source": source.describe(), "dtype": dtype}
         if verify_logits:
             require_on_disk(folder, parts)
             description["logits"] = compare_logits(folder, source, outputs)

@@ -149,7 +149,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def first_values(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return an adapter parameter before training: A as in peft, from its own seed, and B zero."""
     import torch
 

@@ -163,7 +163,7 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path], seed: int) -> None:
             assert isinstance(parameter, DTensor)
             local, start = parameter.to_local(), first_row(parameter)
             if is_adapter(name):
-                values = first_values(name, parameter.shape, seed)
+                values = first_values(name, tuple(parameter.shape), seed)
                 local.copy_(values[start : start + local.shape[0]])
                 continue
             for piece in file_pieces(base_name(name), parameter.shape, files):
