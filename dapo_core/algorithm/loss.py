@@ -29,12 +29,14 @@ class LossTotals:
     num_tokens: int  # response tokens under the mask
     num_responses: int  # responses with at least one token under the mask
     num_data_ranks: int = 1  # ranks with different responses
+    num_sequence_tokens: int = 1  # prompt+response
 
     @classmethod
     def of(cls, batch: Batch, num_data_ranks: int = 1) -> LossTotals:
         """Count the denominators of a mini-batch."""
         mask = batch.response_mask
-        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), num_data_ranks)
+        num_responses, num_tokens = int(mask.any(dim=-1).sum()), int(batch.lengths.sum())
+        return cls(int(mask.sum()), num_responses, num_data_ranks, num_tokens)
 
     def token_weights(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums
 
@@ -32,6 +34,27 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class RoutingSums:
+    """Routing over a part of a mini-batch; the parts of all ranks add up to the whole."""
+
+    loads: torch.Tensor  # [layers, E] int64, tokens that each expert processed
+    entropy: float  # nats, summed over tokens and layers
+    num_tokens: int  # prompt+response
+    # divided by the denominator of the whole mini-batch; None without
+    # algorithm.router_aux_loss_coefficient
+    balance_loss: float | None
+
+    def __add__(self, other: RoutingSums) -> RoutingSums:
+        losses = [each for each in (self.balance_loss, other.balance_loss) if each is not None]
+        return RoutingSums(
+            self.loads + other.loads,
+            self.entropy + other.entropy,
+            self.num_tokens + other.num_tokens,
+            sum(losses) if losses else None,
+        )
+
+
+@dataclass(frozen=True)
 class Update:
     """Result of one optimizer step."""
 
@@ -41,6 +64,7 @@ class Update:
     learning_rate: float
     policy_version: int  # optimizer steps so far, including this one
     rank_tokens: tuple[int, ...] = ()  # prompt+response tokens of each data-parallel rank
+    routing: RoutingSums | None = None  # None without recorded routers
     stats: TokenStats | None = None  # before the step, from its own forward pass, if requested
     fault: Fault | None = None  # cause of a skipped step, if searched for
 

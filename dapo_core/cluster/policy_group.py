@@ -121,13 +121,22 @@ class PolicyGroup:
         ]
         updates: list[Update] = self.actors.get(calls)
         sums = reduce(add, (update.sums for update in updates))
+        routings = [update.routing for update in updates if update.routing is not None]
+        routing = reduce(add, routings) if routings else None
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
         shared = updates[:: self.sequence_parallel]
         parts = [update.stats for update in shared if update.stats is not None]
         stats = _joined(mini_batch, indices, parts) if with_stats else None
         faults = [update.fault for update in updates if update.fault is not None]
         first = min(faults, key=lambda fault: fault.order, default=None)
-        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, stats=stats, fault=first)
+        return replace(
+            updates[0],
+            sums=sums,
+            rank_tokens=rank_tokens,
+            routing=routing,
+            stats=stats,
+            fault=first,
+        )
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:

@@ -269,6 +269,13 @@ class AlgorithmConfig(Section):
         None, "Divisor of seq-mean-token-sum-norm, such as the response limit (Dr. GRPO).", ge=1
     )
     entropy_coefficient: float = key(0.0, "Weight of the entropy bonus in the loss.", ge=0, le=10)
+    router_aux_loss_coefficient: float = key(
+        0.0,
+        "Weight of the load-balancing loss of a mixture's routers, over the tokens of each "
+        "sequence.",
+        ge=0,
+        le=10,
+    )
     old_log_probs: Literal["policy", "engine"] = key(
         "policy",
         "Denominator of the clipped ratio: the policy's log-probs before the updates, or the "

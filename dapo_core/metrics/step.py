@@ -86,6 +86,7 @@ def training_metrics(
         **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
         **batch_metrics(batch, stats.entropy, token_weights),
         **update_metrics(updates, config.algorithm.kl),
+        **routing_metrics(updates),
         **seqlen_metrics(batch.lengths, updates, config.train.passes),
     }
 
@@ -193,6 +194,32 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
         metrics["actor/pg_clipfrac_lower"] = sums.clipped_dual / sums.num_tokens
         metrics["actor/ppo_kl"] = sums.neg_log_ratio / sums.num_tokens
     return metrics
+
+
+def routing_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Return how a mixture spread the tokens of the step's updates over its E experts.
+
+    router/load/{max,min,std}: of an expert's tokens in one layer / the mean over the layer's
+    experts. router/unused_ratio: share of experts without a token, over all layers. router/entropy:
+    mean over tokens and layers, in nats; log E if uniform. router/aux_loss: load-balancing loss
+    without its coefficient, mean over mini-batches; about top-k if balanced.
+    """
+    finite = [update for update in updates if update.sums.is_finite]
+    parts = [update.routing for update in finite if update.routing is not None]
+    if not parts:
+        return {}
+    sums = reduce(add, parts)
+    loads = sums.loads.double()
+    relative = loads / loads.mean(dim=-1, keepdim=True)  # [layers, E]
+    loss = sums.balance_loss
+    return {
+        **({} if loss is None else {"router/aux_loss": loss / len(parts)}),
+        "router/load/max": float(relative.max()),
+        "router/load/min": float(relative.min()),
+        "router/load/std": float(relative.std(correction=0)),
+        "router/unused_ratio": float((loads == 0).double().mean()),
+        "router/entropy": sums.entropy / (sums.num_tokens * len(loads)),
+    }
 
 
 def timing_metrics(

@@ -15,6 +15,7 @@ from dapo_core.model.tensors import OTHER_MODEL
 from dapo_core.policy.attention import PACKED_ATTENTION
 from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row
+from dapo_core.policy.routing import Routing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,10 +31,17 @@ class TokenLogProbs(nn.Module):
     detached.
     """
 
-    def __init__(self, causal_lm: Any, chunk_tokens: int, entropy_gradient: bool = True) -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        chunk_tokens: int,
+        entropy_gradient: bool = True,
+        keeps_router_logits: bool = False,
+    ) -> None:
         super().__init__()
         causal_lm.set_attn_implementation(PACKED_ATTENTION)
         self.causal_lm = causal_lm
+        self.routing = Routing(causal_lm, keeps_router_logits)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
 
@@ -41,12 +49,13 @@ class TokenLogProbs(nn.Module):
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and, if requested, entropy (else empty) at the row's targets: [M]."""
-        hidden = self.causal_lm.base_model(
-            input_ids=row.token_ids,
-            position_ids=row.position_ids,
-            use_cache=False,
-            packing=row.packing,
-        ).last_hidden_state
+        with self.routing.recording():
+            hidden = self.causal_lm.base_model(
+                input_ids=row.token_ids,
+                position_ids=row.position_ids,
+                use_cache=False,
+                packing=row.packing,
+            ).last_hidden_state
         predictors = hidden[0].index_select(0, row.predictors)  # [M, hidden]
         inputs = (predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens))
         modes: Any = {"use_reentrant": False, "preserve_rng_state": False}
@@ -80,10 +89,12 @@ def load_token_log_probs(
 
     Raises ModelError if a probe of two sequences shows that a layer does not keep them apart.
     """
-    train, has_bonus = config.train, config.algorithm.entropy_coefficient > 0
+    train, algorithm = config.train, config.algorithm
+    is_balanced = is_trainable and algorithm.router_aux_loss_coefficient > 0
 
     def wrap(causal_lm: nn.Module) -> nn.Module:
-        return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus)
+        has_bonus = algorithm.entropy_coefficient > 0
+        return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus, is_balanced)
 
     options = is_trainable, config.model.trust_remote_code, config.run.seed
     model = load_sharded(model_path, train, device, wrap, *options)

@@ -26,8 +26,8 @@ class PackedRow:
     """A rank's n tokens of a packed row, M of which predict a response token.
 
     Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]],
-    position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], cells [0, 1, 2] of a
-    [2, 2] batch.
+    position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], sequences
+    [0, 0, 0, 0, 1, 1], cells [0, 1, 2] of a [2, 2] batch.
     """
 
     token_ids: torch.Tensor  # [1, n]
@@ -35,6 +35,7 @@ class PackedRow:
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
+    sequences: torch.Tensor  # [n]: the row of each token in the batch, -1 for padding
     # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
     cells: torch.Tensor
 
@@ -53,6 +54,8 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     padding = torch.zeros(num_padding, dtype=torch.int64)
     token_ids = torch.cat([batch.token_ids[is_token].long(), padding])
     positions = torch.cat([columns.expand_as(is_token)[is_token], torch.arange(num_padding)])
+    numbers = torch.arange(len(counts)).repeat_interleave(counts)
+    sequences = torch.cat([numbers, padding - 1])
 
     offsets = torch.arange(batch.response_mask.shape[1])
     is_response = batch.is_response  # [b, R]
@@ -72,6 +75,7 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
         packing=Packing(lengths, device, group),
         predictors=(responses[is_local] - 1 - first).to(device),
         targets=token_ids[responses[is_local]].to(device),
+        sequences=sequences[first : first + size].to(device),
         cells=cells[is_local],
     )
 

@@ -33,6 +33,7 @@ from dapo_core.policy.offload import Offloader
 from dapo_core.policy.optimizer import adamw, learning_rate
 from dapo_core.policy.packing import StatsBuffer, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
+from dapo_core.policy.routing import Routing
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.source import WeightSource
 from heartbeat import heartbeat
@@ -70,6 +71,7 @@ class Policy(Profiled):
         self.group = sequence_group(self.train.sequence_parallel)
         shared = config, self.device, self.group
         self.model = load_token_log_probs(model_path, *shared, is_trainable=True)
+        self.routing: Routing = self.model.routing  # type: ignore[assignment]
         self.weights = WeightSource(
             self._causal_lm(),
             weight_names(model_path),
@@ -127,6 +129,7 @@ class Policy(Profiled):
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
         parts: list[LossSums] = []
+        self.routing.take()
         buffer = StatsBuffer(share) if with_stats else None
         num_parts = len(share.micro_batches)
         with _progress(lambda: f"update: {len(parts)} of {num_parts} micro-batches"):
@@ -148,6 +151,7 @@ class Policy(Profiled):
             is_skipped,
             rate,
             self.num_optimizer_steps,
+            routing=self.routing.take(),
             stats=stats,
             fault=self._fault(share, totals) if is_skipped and self._searches_left else None,
         )
@@ -284,4 +288,11 @@ class Policy(Profiled):
         num_responses = share.batch.num_responses
         weights = totals.token_weights(micro.response_mask, self.algorithm, num_responses)
         tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
-        return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
+        loss, sums = policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
+        if self.routing.routers and len(share.micro_batches[number]):
+            self.routing.count(row)
+            if coefficient := self.algorithm.router_aux_loss_coefficient:
+                lengths = micro.prompt_lengths + micro.response_lengths
+                balance = self.routing.balance_loss(row, lengths, totals.num_sequence_tokens)
+                loss = loss + coefficient * balance
+        return PolicyLoss(loss, sums)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from dapo_core.config.algorithm import AlgorithmConfig
     from dapo_core.config.train import LoraConfig
     from dapo_core.config.training import TrainingConfig
 
@@ -58,7 +59,21 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
     train, trusted = config.train, config.model.trust_remote_code
     for path in paths:
         if path is not None:
-            trainable_model(path, train.sequence_parallel, None, trusted, train.lora)
+            model = trainable_model(path, train.sequence_parallel, None, trusted, train.lora)
+            require_routers(model, config.algorithm)
+
+
+def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:
+    """Raise ModelError if the algorithm needs routers, but none of the model can be recorded."""
+    from dapo_core.policy.routing import ROUTERS, routers_of  # imports torch
+
+    coefficient = algorithm.router_aux_loss_coefficient
+    if coefficient and not routers_of(model):
+        raise ModelError(
+            f"algorithm.router_aux_loss_coefficient={coefficient} needs a mixture of experts with "
+            f"routers such as {', '.join(ROUTERS)}, but {type(model).__name__} has none of them; "
+            "set it to 0"
+        )
 
 
 def require_architecture(model_config: PretrainedConfig, sequence_parallel: int) -> None:

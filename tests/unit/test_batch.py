@@ -64,7 +64,10 @@ def test_layout_matches_the_documented_example() -> None:
     assert batch.old_log_probs is None
     assert not batch.is_stale.any()
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, -0.5]
-    assert (batch.num_responses, LossTotals.of(batch)) == (4, LossTotals(8, 3))
+    assert (batch.num_responses, LossTotals.of(batch)) == (
+        4,
+        LossTotals(8, 3, num_sequence_tokens=18),
+    )
     assert batch.lengths.tolist() == [5, 6, 4, 3]
 
 

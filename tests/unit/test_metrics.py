@@ -11,7 +11,7 @@ import torch
 
 from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.algorithm.loss import LossSums
-from dapo_core.algorithm.update import Update
+from dapo_core.algorithm.update import RoutingSums, Update
 from dapo_core.config.algorithm import KLConfig
 from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, Rollout
@@ -21,6 +21,7 @@ from dapo_core.metrics.step import (
     batch_metrics,
     draw_metrics,
     response_metrics,
+    routing_metrics,
     seqlen_metrics,
     update_metrics,
 )
@@ -259,6 +260,29 @@ def test_updates_without_tokens_have_no_shares() -> None:
         "actor/lr": 0.5,
         "actor/pg_loss": 0.0,
     }
+
+
+def test_uneven_experts_show_in_the_metrics_of_a_mixture() -> None:
+    """Two layers of two experts, top-1, over two mini-batches of 3 and 5 tokens."""
+    parts = [
+        RoutingSums(torch.tensor([[3, 0], [2, 1]]), 2.0, 3, 1.5),
+        RoutingSums(torch.tensor([[5, 0], [2, 3]]), 6.0, 5, 0.5),
+    ]
+    updates = [replace(_update(0.1, 10, 1.0), routing=routing) for routing in parts]
+    nan = replace(_update(float("nan"), 10, 1.0), routing=parts[0])
+    assert routing_metrics([*updates, nan]) == pytest.approx(
+        {
+            "router/load/max": 2.0,  # [8, 0] and [4, 4], each with mean 4
+            "router/load/min": 0.0,
+            "router/load/std": math.sqrt(0.5),  # of 2, 0, 1, 1
+            "router/unused_ratio": 0.25,
+            "router/entropy": 0.5,  # 8 / (8 tokens x 2 layers)
+            "router/aux_loss": 1.0,
+        }
+    )
+    off = [replace(update, routing=replace(parts[0], balance_loss=None)) for update in updates]
+    assert "router/aux_loss" not in routing_metrics(off)
+    assert routing_metrics([_update(0.1, 10, 1.0)]) == {}
 
 
 def test_draw_metrics_match_the_account() -> None:

@@ -142,3 +142,25 @@ def test_transformers_still_names_decoder_layers_skipped_tensors_and_packed_atte
     assert Qwen3ForCausalLM._no_split_modules
     assert Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected
     assert Qwen3ForCausalLM._supports_attention_backend is True
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_transformers_routers_still_return_logits_scores_and_experts(family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dapo_core.policy.routing import ROUTERS, routers_of
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
+    experts = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes, **experts, num_key_value_heads=1, head_dim=8)
+    routers = routers_of(AutoModelForCausalLM.from_config(config))
+    assert len(routers) == 2
+    assert type(routers[0]).__name__ in ROUTERS
+    torch.nn.init.normal_(routers[0].weight)
+    logits, scores, experts_chosen = routers[0](torch.randn(5, 16))
+    assert logits.shape == (5, routers[0].num_experts)
+    chosen = logits.softmax(dim=-1).gather(1, experts_chosen)
+    if getattr(routers[0], "norm_topk_prob", True):
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(scores, chosen)

@@ -1,0 +1,119 @@
+"""The routing of a mixture of experts: which experts process each token, and how evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dapo_core.algorithm.update import RoutingSums
+
+if TYPE_CHECKING:
+    from dapo_core.policy.packing import PackedRow
+
+# Routers of transformers that return logits, scores and experts, the scores from the softmax of all
+# logits. transformers has no public API for them; test_private_parts.py guards the results.
+ROUTERS = (
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+)
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """Return the model's routers in layer order; empty for dense and for other models."""
+    return [module for module in model.modules() if type(module).__name__ in ROUTERS]
+
+
+class Routing:
+    """Records the last forward pass of a model's L routers, with n tokens, E experts and top-K.
+
+    With `keeps_logits`, logits are recorded too, with their gradient.
+    """
+
+    def __init__(self, model: nn.Module, keeps_logits: bool = False) -> None:
+        self.routers = routers_of(model)
+        self.keeps_logits = keeps_logits
+        self.is_recording = False
+        self.experts: list[torch.Tensor] = []  # L times [n, K]
+        self.entropy: list[torch.Tensor] = []  # L times [n]
+        self.logits: list[torch.Tensor] = []  # L times [n, E]
+        self._sums: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._losses: list[torch.Tensor] = []
+        for router in self.routers:
+            router.register_forward_hook(self._record)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward pass inside the block, but not its recomputation for gradients."""
+        self.experts, self.entropy, self.logits = [], [], []
+        self.is_recording = True
+        try:
+            yield
+        finally:
+            self.is_recording = False
+
+    @torch.compiler.disable
+    def _record(self, router: nn.Module, _: Any, outputs: Any) -> None:
+        if not self.is_recording:
+            return
+        logits, _, experts = outputs
+        self.experts.append(experts)
+        if self.keeps_logits:
+            self.logits.append(logits)
+        if router.training:
+            probs = logits.detach().float().softmax(dim=-1)
+            self.entropy.append(torch.special.entr(probs).sum(dim=-1))
+
+    def count(self, row: PackedRow) -> None:
+        """Add the last training pass, of the row, to the sums of `take`."""
+        is_token = row.sequences >= 0
+        num_experts = self.routers[0].num_experts
+        loads = [
+            torch.bincount(each[is_token].flatten(), minlength=num_experts) for each in self.experts
+        ]
+        entropy = torch.stack(self.entropy)[:, is_token].sum()
+        self._sums.append((torch.stack(loads), entropy, int(is_token.sum())))
+
+    def balance_loss(self, row: PackedRow, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return this rank's part of the load-balancing loss of the last pass, of the row.
+
+        lengths: [b], of the row's sequences; num_tokens: of the mini-batch's. The loss of a
+        sequence is E sum_e f_e p_e, with f_e the number of its assignments to expert e and p_e the
+        sum of its probabilities, both divided by tokens x layers (Switch Transformer,
+        arXiv:2101.03961, eq. 4). Sequences are weighted by their tokens, so micro-batches and ranks
+        do not affect the sum. Collective over the ranks of a row.
+        """
+        is_token = row.sequences >= 0
+        sequences, num_layers = row.sequences[is_token], len(self.logits)
+        num_experts = self.routers[0].num_experts
+        chosen = torch.cat([each[is_token] for each in self.experts], dim=-1)  # [n, L K]
+        cells = sequences.unsqueeze(-1) * num_experts + chosen
+        counts = torch.bincount(cells.flatten(), minlength=len(lengths) * num_experts).float()
+        if row.packing.group is not None:
+            dist.all_reduce(counts, group=row.packing.group)
+        shares = counts.view(-1, num_experts) / lengths.to(counts.device).unsqueeze(-1)  # [b, E]
+        per_token = shares[sequences]
+        parts = [(per_token * each[is_token].float().softmax(dim=-1)).sum() for each in self.logits]
+        loss = torch.stack(parts).sum() * num_experts / (num_tokens * num_layers**2)
+        self._losses.append(loss.detach())
+        return loss
+
+    def take(self) -> RoutingSums | None:
+        """Return the counted sums and forget them; None if nothing was counted."""
+        sums, losses = self._sums, self._losses
+        self._sums, self._losses = [], []
+        if not sums:
+            return None
+        loads, entropy, counts = zip(*sums, strict=True)
+        return RoutingSums(
+            torch.stack(loads).sum(dim=0).cpu(),
+            float(torch.stack(entropy).sum()),
+            sum(counts),
+            float(torch.stack(losses).sum()) if losses else None,
+        )

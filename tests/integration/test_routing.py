@@ -1,0 +1,113 @@
+"""The routing of a mixture of experts in real updates: its sums, and its load-balancing loss."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from dapo_core.algorithm.balance import split_batch
+from dapo_core.algorithm.batch import Batch
+from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.update import RoutingSums, Update
+from dapo_core.errors import ModelError
+from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.packing import pack
+from dapo_core.policy.rank import Policy
+from dapo_core.policy.requirements import require_trainable
+from flows.config import Config
+from tests.batches import random_batch
+from tests.configs import make_config
+from tests.ranks import run_ranks
+from tests.tiny_models import build_tiny
+
+AUX = {"router_aux_loss_coefficient": 0.5}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("moe"), "qwen3_moe", seed=3, num_experts=8)
+
+
+def _batch() -> Batch:
+    return random_batch(num_groups=1, group_size=3, seed=1)
+
+
+def test_the_load_balancing_loss_is_that_of_transformers_for_each_sequence(moe: Path) -> None:
+    """Weighted by tokens, with the same gradient of the routers."""
+    batch = _batch()
+    model = TokenLogProbs(
+        AutoModelForCausalLM.from_pretrained(moe), 16, keeps_router_logits=True
+    ).train()
+    row = pack(batch, torch.device("cpu"))
+    model(row, 1.0, False)
+    num_tokens, lengths = int(batch.lengths.sum()), torch.from_numpy(batch.lengths)
+    loss = model.routing.balance_loss(row, lengths, num_tokens)
+    loss.backward()
+    plain = AutoModelForCausalLM.from_pretrained(moe).train()
+    expected = torch.zeros(())
+    for ids, count in zip(batch.token_ids.long(), batch.lengths.tolist(), strict=True):
+        logits = plain(ids[None, :count], output_router_logits=True).router_logits
+        expected = expected + load_balancing_loss_func(logits, 8, 2) * count / num_tokens
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert abs(loss.item() - 2) > 0.01  # uneven
+    for own, its in zip(model.causal_lm.parameters(), plain.parameters(), strict=True):
+        if its.grad is not None:
+            torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-7)
+
+
+def _updated(rank: int, config: Config, batch: Batch, max_tokens: int) -> Update:
+    policy = Policy(config.model.path or "", config)
+    shares, _ = split_batch(batch, config.train.num_data_ranks, max_tokens)
+    policy.log_probs(shares[rank // config.train.sequence_parallel])
+    totals = LossTotals.of(batch, config.train.num_data_ranks)
+    return policy.update(shares[rank // config.train.sequence_parallel], totals)
+
+
+def _whole(ranks: list[Update]) -> RoutingSums:
+    return reduce(add, [update.routing for update in ranks if update.routing is not None])
+
+
+def test_no_routing_metric_and_no_gradient_depends_on_micro_batches_and_ranks(moe: Path) -> None:
+    """Also with a rank without responses, and with rows padded for their ranks."""
+    batch = _batch()
+
+    def run(max_tokens: int, algorithm: dict[str, Any] = AUX, **train: Any) -> list[Update]:
+        settings = {"learning_rate": 1e-2, "warmup_steps": 0, "max_grad_norm": 1e3, **train}
+        config = make_config(
+            moe, train={"train_prompts": 1, "mini_prompts": 1, **settings}, algorithm=algorithm
+        )
+        return run_ranks(train.get("num_ranks", 1), _updated, config, batch, max_tokens)
+
+    whole = run(4096)
+    sums = _whole(whole)
+    assert sums.num_tokens == batch.lengths.sum()
+    assert sums.loads.sum(dim=-1).tolist() == [2 * sums.num_tokens] * 2  # both layers' top-2
+    assert whole[0].grad_norm != pytest.approx(run(4096, {})[0].grad_norm, rel=1e-3)
+    splits: list[tuple[int, dict[str, Any]]] = [
+        (30, {"num_ranks": 4}),
+        (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
+    ]
+    for max_tokens, train in splits:
+        ranks = run(max_tokens, **train)
+        found = _whole(ranks)
+        assert torch.equal(found.loads, sums.loads)
+        assert found.num_tokens == sums.num_tokens
+        assert found.entropy == pytest.approx(sums.entropy, rel=1e-5)
+        assert found.balance_loss == pytest.approx(sums.balance_loss, rel=1e-5)
+        assert ranks[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-4)
+
+
+def test_a_dense_model_is_refused_instead_of_trained_without_its_auxiliary_loss(
+    tmp_path: Path,
+) -> None:
+    path = build_tiny(tmp_path / "dense", "qwen3")
+    with pytest.raises(ModelError, match=r"aux_loss_coefficient=0\.5 .* Qwen3ForCausalLM"):
+        require_trainable(make_config(path, algorithm=AUX), path)
