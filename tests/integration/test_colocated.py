@@ -35,7 +35,7 @@ NUM_STEPS = 3
 WORK: dict[str, set[Phase]] = {
     "decode": {"generate"},
     "engine log-probs": {"generate"},
-    "policy log-probs": {"anchor", "publish"},
+    "policy log-probs": {"anchor", "update"},
     "load": {"update"},
     "update": {"update"},
     "gather": {"publish"},

@@ -72,7 +72,7 @@ def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
     rows = [
         (r"\boxed{2\sqrt3}", r"\sqrt{12}"),
         (r"\boxed{2,1}", "1,2"),
-        ("no", "1"),
+        ("none", "1"),
         (r"\boxed{1.41}", r"\sqrt2"),
         ("\\boxed{\x00\\frac{1}{2}}", "0.5"),
     ]

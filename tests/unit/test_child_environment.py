@@ -101,6 +101,7 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     first = record_run(small_config(tmp_path / "one"))
     monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
     second = record_run(small_config(tmp_path / "two"))

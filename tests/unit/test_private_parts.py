@@ -37,11 +37,13 @@ def test_ray_still_binds_to_loopback_starts_processes_and_finds_clusters_as_expe
     assert "_temp_dir" in inspect.getsource(ray.init)
 
 
-def test_ray_still_brings_the_jemalloc_that_keeps_a_rank_small() -> None:
+def test_ray_still_brings_the_jemalloc_that_keeps_a_rank_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     code = "print('libjemalloc' in open('/proc/self/maps').read())"
     run = [sys.executable, "-c", code]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    output = subprocess.check_output(run, env=environment | jemalloc(), text=True)
+    output = subprocess.check_output(run, env=os.environ | jemalloc(), text=True)
 
     assert output == "True\n"
 
