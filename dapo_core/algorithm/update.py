@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums
@@ -37,7 +37,7 @@ class Fault:
 class RoutingSums:
     """Routing over a part of a mini-batch; the parts of all ranks add up to the whole."""
 
-    loads: torch.Tensor  # [layers, E] int64, tokens that each expert processed
+    loads: list[list[int]]  # [layers, E], tokens that each expert processed
     entropy: float  # nats, summed over tokens and layers
     num_tokens: int  # prompt+response
     # divided by the denominator of the whole mini-batch; None without
@@ -47,7 +47,7 @@ class RoutingSums:
     def __add__(self, other: RoutingSums) -> RoutingSums:
         losses = [each for each in (self.balance_loss, other.balance_loss) if each is not None]
         return RoutingSums(
-            self.loads + other.loads,
+            np.add(self.loads, other.loads).tolist(),
             self.entropy + other.entropy,
             self.num_tokens + other.num_tokens,
             sum(losses) if losses else None,

@@ -209,15 +209,15 @@ def routing_metrics(updates: Sequence[Update]) -> dict[str, float]:
     if not parts:
         return {}
     sums = reduce(add, parts)
-    loads = sums.loads.double()
-    relative = loads / loads.mean(dim=-1, keepdim=True)  # [layers, E]
+    loads = np.array(sums.loads)
+    relative = loads / loads.mean(axis=-1, keepdims=True)  # [layers, E]
     loss = sums.balance_loss
     return {
         **({} if loss is None else {"router/aux_loss": loss / len(parts)}),
         "router/load/max": float(relative.max()),
         "router/load/min": float(relative.min()),
-        "router/load/std": float(relative.std(correction=0)),
-        "router/unused_ratio": float((loads == 0).double().mean()),
+        "router/load/std": float(relative.std()),
+        "router/unused_ratio": float((loads == 0).mean()),
         "router/entropy": sums.entropy / (sums.num_tokens * len(loads)),
     }
 

@@ -112,7 +112,7 @@ class Routing:
             return None
         loads, entropy, counts = zip(*sums, strict=True)
         return RoutingSums(
-            torch.stack(loads).sum(dim=0).cpu(),
+            torch.stack(loads).sum(dim=0).tolist(),
             float(torch.stack(entropy).sum()),
             sum(counts),
             float(torch.stack(losses).sum()) if losses else None,

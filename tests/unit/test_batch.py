@@ -79,7 +79,7 @@ def test_mask_truncated_excludes_truncated_responses_from_the_loss() -> None:
         [1, 0, 0, 0],
         [0, 0, 0, 0],
     ]
-    assert LossTotals.of(batch) == LossTotals(4, 2)
+    assert LossTotals.of(batch) == LossTotals(4, 2, num_sequence_tokens=18)
 
 
 def test_select_orders_and_trims() -> None:
