@@ -36,9 +36,9 @@ class Given:
 def private_workers(train: TrainConfig) -> dict[str, str]:
     """Return the variables of a private Ray's workers.
 
-    Colocated ranks free memory for the engines, which needs a malloc that returns it.
+    Ranks that take turns free memory for the engines, which needs a malloc that returns it.
     """
-    is_kept = train.device == "cpu" and not train.is_colocated
+    is_kept = train.device == "cpu" and not train.takes_turns
     return WORKERS | LOOPBACK | (jemalloc() if is_kept else {})
 
 

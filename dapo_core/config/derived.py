@@ -34,7 +34,7 @@ a micro-batch of the longest | sequences | micro_batch_tokens x sequence_paralle
 decoded at once by all engines, at most | responses | rollout.num_workers x rollout.max_num_seqs
 KV cache to decode them to the end, per engine | tokens | rollout.max_num_seqs x longest sequence
 """
-_SHARED = "policy and rollouts, taking turns | devices | train.num_ranks"
+_SHARED = "policy and rollouts, on the same | devices | train.num_ranks"
 _OPERATORS = {"x": operator.mul, "/": operator.floordiv, "+": operator.add}
 
 

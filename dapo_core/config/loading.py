@@ -246,8 +246,14 @@ def _parse(
 
 
 def nearest(root: type[BaseModel], name: str) -> str:
-    """Return ` (did you mean X?)` for the most similar key, or a pointer to the list of keys."""
+    """Return ` (did you mean X?)` for the most similar key, or a pointer to the list of keys.
+
+    Initials count as most similar: train.lr means train.learning_rate.
+    """
     keys = list(known_fields(root))
+    short = {key: re.sub(r"([a-z])[a-z0-9]*(_|$)", r"\1", key) for key in keys if "_" in key}
+    if meant := [key for key in short if f".{short[key]}".endswith(f".{name}")]:
+        return f" (did you mean {' or '.join(meant)}?)"
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
     leaf = name.rsplit(".", 1)[-1]

@@ -85,11 +85,10 @@ class TrainConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     max_grad_norm: float = key(1.0, "Global norm to which gradients are clipped.", gt=0)
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Device type of policy and engines.")
-    placement: Literal["separate", "colocated"] = volatile(
-        "separate", "separate: ranks and engines on their own devices; colocated: they take turns."
-    )
-    resident: bool = volatile(
-        False, "Under placement=colocated, keep everything on the devices instead of taking turns."
+    placement: Literal["separate", "colocated", "resident"] = volatile(
+        "separate",
+        "separate: ranks and engines on their own devices; colocated: they share devices and take "
+        "turns; resident: they share devices, and both stay on them.",
     )
     device_model: str | None = volatile(
         None, "Device model for the memory plan, such as H100; unset: this machine's."
@@ -176,12 +175,12 @@ class TrainConfig(Section):
     @property
     def is_colocated(self) -> bool:
         """Whether ranks and engines share devices."""
-        return self.placement == "colocated"
+        return self.placement != "separate"
 
     @property
     def takes_turns(self) -> bool:
         """Whether ranks and engines that share devices free them for each other."""
-        return self.is_colocated and not self.resident
+        return self.placement == "colocated"
 
     @property
     def num_data_ranks(self) -> int:
@@ -240,11 +239,6 @@ class TrainConfig(Section):
                 "train.offload_shards=true already keeps weights and optimizer state in host "
                 "memory, so train.offload_parameters and train.offload_optimizer have nothing to "
                 "move; remove these two"
-            )
-        if self.resident and not self.is_colocated:
-            raise ValueError(
-                "train.resident=true would be ignored by train.placement=separate, where ranks and "
-                "engines keep everything on their own devices; remove it"
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(

@@ -306,18 +306,24 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_are_possible(self) -> TrainingConfig:
-        rollout, device, rank = self.rollout, self.train.device, self.train.lora.rank
-        is_merged, is_own = rollout.lora == "merged", self.train.backend == "own"
-        is_exact = rollout.dtype == "float32" or (rollout.dtype == "auto" and device == "cpu")
+        rollout, train, rank = self.rollout, self.train, self.train.lora.rank
+        is_merged, is_on_host = rollout.lora == "merged", train.takes_turns or train.offload_shards
         fault = ""
         if is_merged and not rank:
             fault = "rollout.lora=merged would be ignored by train.lora.rank=0; remove it"
-        elif is_merged and not is_exact:
+        elif is_merged and rollout.dtype != "float32":
             fault = (
                 f"rollout.lora=merged with rollout.dtype={rollout.dtype} would lose the updates: a "
                 "step changes most weights by less than that precision resolves (98 % of them "
                 "stay equal after 10 steps of 1e-5 in bfloat16); set rollout.lora=adapter, or "
                 "rollout.dtype=float32"
+            )
+        elif is_merged and is_on_host and train.device != "cpu":
+            key = "offload_shards=true" if train.offload_shards else "placement=colocated"
+            fault = (
+                f"rollout.lora=merged with train.{key} on {train.device} cannot send weights: they "
+                "are in host memory then, and adapters are merged on the device; set "
+                "rollout.lora=adapter"
             )
         elif rank and self.algorithm.kl.refresh_every:
             fault = (
@@ -325,8 +331,8 @@ class TrainingConfig(Section):
                 "into the reference model, but under train.lora the reference is the policy "
                 "without its adapters; set algorithm.kl.refresh_every=0"
             )
-        elif rank and not is_own:
-            fault = f"train.lora needs train.backend=own, not {self.train.backend}"
+        elif rank and train.backend != "own":
+            fault = f"train.lora needs train.backend=own, not {train.backend}"
         if fault:
             raise ValueError(fault)
         return self

@@ -250,12 +250,12 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[Part]:
     states = [
         ("weights", WEIGHTS, rank.weights),
         # on separate devices they move with the weights
-        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),
+        ("gradients", GRADIENTS if train.takes_turns else WEIGHTS, rank.gradients),
         ("optimizer", OPTIMIZER, rank.optimizer),
         ("reference model", WEIGHTS, rank.reference),
     ]
     for label, name, size in states:
-        if name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated)):
+        if name not in held and (name == GRADIENTS or (is_cpu and train.takes_turns)):
             continue  # dropped, or spilled
         if is_cpu or (name in held and not train.offload_shards):
             yield label, size, 0

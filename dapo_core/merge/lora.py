@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from dapo_core.merge.huggingface import HuggingFaceSource
 from dapo_core.merge.sources import Readable, Source, StoredTensor
 from dapo_core.model.folder import model_fingerprint
 from dapo_core.model.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
     Adapter,
     adapter_name,
     adapter_names,
     open_adapter,
     parameter_name,
-    read_adapter_config,
+    read_adapter,
     write_adapter,
 )
 from dapo_core.model.names import FilePiece
@@ -31,18 +35,21 @@ if TYPE_CHECKING:
     from dapo_core.merge.writer import OutputTensor
 
 
+logger = logging.getLogger(__name__)
+
+LARGE_ERROR = 0.1
+
+
 @dataclass(frozen=True)
 class _Merged:
     """A weight with its adapter."""
 
     source: LoraSource
     name: str
-    num_bytes: int
 
     def read(self) -> Iterator[memoryview]:
         """Yield all values in float32."""
-        values: Any = self.source.merged(self.name).numpy()
-        yield memoryview(values).cast("B")
+        yield memoryview(self.source.merged(self.name).numpy()).cast("B")
 
 
 class LoraSource:
@@ -50,7 +57,6 @@ class LoraSource:
 
     def __init__(
         self,
-        label: str,
         adapter: Adapter,
         tensors: Mapping[str, torch.Tensor],
         model_files: Path,
@@ -59,17 +65,14 @@ class LoraSource:
         """tensors: the adapter's parameters by name; model_files: configuration and tokenizer."""
         import torch
 
-        self.label, self.model_files = label, model_files
-        self._adapter, self._parameters = adapter, tensors
-        self._description = description
+        self.label, self.model_files = str(adapter.folder), model_files
+        self._adapter, self._parameters, self._description = adapter, tensors, description
         self._base = HuggingFaceSource(adapter.base)
         self.tensors = dict(self._base.tensors)
-        self._adapted = [
-            name for name in self.tensors if set(adapter_names(name)) <= tensors.keys()
-        ]
+        self._adapted = {name for name in self.tensors if set(adapter_names(name)) <= set(tensors)}
         if 2 * len(self._adapted) != len(tensors):
             raise CheckpointError(
-                f"{label} has adapters for {len(tensors) // 2} weights, but its base model "
+                f"{self.label} has adapters for {len(tensors) // 2} weights, but its base model "
                 f"{adapter.base} has {len(self._adapted)} of them; merge it with the model that "
                 "it was trained on"
             )
@@ -82,9 +85,7 @@ class LoraSource:
 
     def blocks(self, name: str) -> Sequence[Readable]:
         """Values of the base model, or of a merged weight."""
-        if name not in self._adapted:
-            return self._base.blocks(name)
-        return [_Merged(self, name, 4 * math.prod(self.tensors[name].shape))]
+        return [_Merged(self, name)] if name in self._adapted else self._base.blocks(name)
 
     def describe(self) -> dict[str, Any]:
         """Manifest entry."""
@@ -96,21 +97,31 @@ class LoraSource:
         return read_tensor(self._base, name).float() + self._update(name)
 
     def rounding_error(self, outputs: Sequence[OutputTensor]) -> float:
-        """Return the norm of what the outputs' precision loses, relative to the update's."""
+        """Return the norm of what the outputs' precision loses, relative to the update's.
+
+        A large one is logged.
+        """
         lost = total = 0.0
         for output in outputs:
             if output.name in self._adapted:
                 merged = self.merged(output.name)
                 lost += float((merged.to(output.dtype).float() - merged).double().square().sum())
                 total += float(self._update(output.name).double().square().sum())
-        return math.sqrt(lost / total) if total else 0.0
+        error = math.sqrt(lost / total) if total else 0.0
+        if error > LARGE_ERROR:
+            logger.warning(
+                "the merged model's precision loses %.0f %% of what the adapter changes (norm of "
+                "the rounding error): merge with dtype float32, or use the folder %s",
+                100 * error,
+                ADAPTER_FOLDER,
+            )
+        return error
 
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter alone as peft does."""
-        adapter = self._adapter
+        lora, base = self._adapter.lora, self._adapter.base
         named = {adapter_name(name): tensor for name, tensor in self._parameters.items()}
-        fingerprint = model_fingerprint(adapter.base)
-        write_adapter(folder, named, adapter.lora, adapter.base, fingerprint)
+        write_adapter(folder, named, lora, base, model_fingerprint(base))
 
     def _update(self, name: str) -> torch.Tensor:
         first, second = (self._parameters[each].float() for each in adapter_names(name))
@@ -128,28 +139,28 @@ def read_tensor(source: Source, name: str) -> torch.Tensor:
     return torch.frombuffer(content, dtype=stored.dtype).view(stored.shape)
 
 
-def with_base(source: DcpSource, checkpoint: Path) -> Source:
-    """Return the checkpoint's source, on its base model if the checkpoint holds an adapter.
+def with_base(source: DcpSource, base: Path | None) -> Source:
+    """Return the source, on its base model if the checkpoint holds an adapter.
 
     Raises CheckpointError if the base model is missing or another one.
     """
-    adapter = read_adapter_config(checkpoint)
-    if adapter is None:
+    checkpoint = Path(source.label)
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
         return source
+    fingerprint = read_state_without_groups(checkpoint).identity.get("model", "")
     try:
-        adapter.require_base(read_state_without_groups(checkpoint).identity.get("model"))
+        adapter = read_adapter(checkpoint, fingerprint, base)
     except ModelError as error:
         raise CheckpointError(str(error)) from error
     tensors = {name: read_tensor(source, name) for name in source.tensors}
-    files = source.model_files
-    return LoraSource(source.label, adapter, tensors, files, source.describe())
+    return LoraSource(adapter, tensors, source.model_files, source.describe())
 
 
-def adapter_source(folder: Path) -> LoraSource:
+def adapter_source(folder: Path, base: Path | None) -> LoraSource:
     """Open peft's folder of an adapter on its base model; raises ModelError like open_adapter."""
     from safetensors.torch import load_file
 
-    adapter = open_adapter(folder)
+    adapter = open_adapter(folder, base)
     assert adapter is not None, f"{folder} has no adapter"
-    tensors = {parameter_name(n): each for n, each in load_file(adapter.weights).items()}
-    return LoraSource(str(folder), adapter, tensors, adapter.base, {"format": "peft"})
+    tensors = {parameter_name(n): each for n, each in load_file(folder / ADAPTER_FILE).items()}
+    return LoraSource(adapter, tensors, adapter.base, {"format": "peft"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,10 +44,6 @@ from durable import LockHeld, is_locked, locked, publish, read_holder
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger(__name__)
-
-LARGE_ERROR = 0.1  # of rounding a merged adapter, relative to its update
-
 
 def merge_checkpoint(
     sources: Sequence[Path],
@@ -58,6 +53,7 @@ def merge_checkpoint(
     on_bytes: OnBytes | None = None,
     verify_logits: bool = False,
     checkpoint: CheckpointChoice = "latest",
+    base: Path | None = None,
 ) -> dict[str, int]:
     """Write the model to `target` as a folder that transformers and vLLM load.
 
@@ -67,8 +63,9 @@ def merge_checkpoint(
     stored once.
     Everything read is verified against the checkpoint's checksums, and merge_manifest.json records
     digests of everything written. `verify_logits` also reads the files back from disk and compares
-    the logits of both models. Adapters are merged into their base model in float32, and also
-    written to the folder `adapter`. Returns {"tensors", "parameters", "bytes", "shards"}.
+    the logits of both models. Adapters are merged in float32 into their base model (`base`, else
+    the one that they name), and also written to the folder `adapter`. Returns {"tensors",
+    "parameters", "bytes", "shards"}.
 
     The target appears atomically once it is complete. Raises CheckpointError if a source is
     incomplete or belongs to another model, if the target is not empty, or if another merge is
@@ -76,7 +73,7 @@ def merge_checkpoint(
     """
     target = target.absolute()  # "." has no name
     _require_empty(target)
-    source = open_source(sources, checkpoint)
+    source = open_source(sources, checkpoint, base)
     model = empty_model(source.model_files)
     tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
     files = _plan(source, model, tied, dtype, max_shard_bytes)
@@ -98,7 +95,7 @@ def merge_checkpoint(
             description["logits"] = compare_logits(folder, source, outputs)
         if isinstance(source, LoraSource):
             source.write_adapter(folder / ADAPTER_FOLDER)
-            description["rounding_error"] = _stated(source.rounding_error(outputs), target)
+            description["rounding_error"] = source.rounding_error(outputs)
         write_manifest(folder, files, parts, digests, description)
     return {
         "tensors": len(outputs),
@@ -108,35 +105,23 @@ def merge_checkpoint(
     }
 
 
-def _stated(error: float, target: Path) -> float:
-    """Return the rounding error of a merged adapter; warn of a large one."""
-    if error > LARGE_ERROR:
-        logger.warning(
-            "the precision of %s loses %.0f %% of what the adapter changes (norm of the rounding "
-            "error): merge with dtype float32 (merge.dtype, --dtype), or use its folder %s",
-            target.name,
-            100 * error,
-            ADAPTER_FOLDER,
-        )
-    return error
-
-
-def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
+def open_source(
+    folders: Sequence[Path], checkpoint: CheckpointChoice = "latest", base: Path | None = None
+) -> Source:
     """Open any trainer's checkpoint or a Hugging Face folder, which may have one folder per node.
 
-    `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a
-    shard is missing.
+    `checkpoint` selects one in a training output; `base` is an adapter's base model. Raises
+    CheckpointError if there is none or a shard is missing.
     """
-    if len(folders) == 1 and is_adapter_folder(folders[0]):
-        return adapter_source(folders[0])
     if len(folders) == 1:
+        if is_adapter_folder(folders[0]):
+            return adapter_source(folders[0], base)
         folders = [weights_in(folders[0], checkpoint)]
         if (folders[0] / "config.json").is_file() and any(folders[0].glob("*.safetensors")):
             return HuggingFaceSource(folders[0])
     shards = find_shards(folders)
     if not shards:
-        found = find_checkpoint(folders[0], checkpoint)
-        return with_base(DcpSource(found, folders[1:]), found)
+        return with_base(DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:]), base)
     _refuse_best(checkpoint, folders[0], "one checkpoint of verl")
     return VerlSource(shards)
 

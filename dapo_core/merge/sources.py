@@ -47,10 +47,6 @@ class StoredTensor:
 class Readable(Protocol):
     """Consecutive tensor values."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values."""
-
     def read(self) -> Iterator[memoryview]:
         """Yield the values in parts, each valid until this thread reads the next one."""
 

@@ -7,11 +7,10 @@ adapter files and engines     base_model.model. + q_proj.lora_A.weight
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,11 @@ ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors
 ADAPTER_FOLDER = "adapter"  # beside the weights of a merged model
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of its max_lora_rank above 1
 _FINGERPRINT = "base_fingerprint"
-_OTHER_METHODS = (
+_PLAIN = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     "use_dora use_rslora modules_to_save rank_pattern alpha_pattern fan_in_fan_out lora_bias "
-    "trainable_token_indices target_parameters layers_to_transform"
-).split()
+    "trainable_token_indices target_parameters layers_to_transform".split(),
+    "",
+)
 _PREFIX, _BASE, _DEFAULT = "base_model.model.", ".base_layer.", ".default."
 _ADAPTER = re.compile(r"\.lora_[AB]\.default\.weight$")
 _LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*?(?P<module>\w+)\.weight")
@@ -70,29 +70,22 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Return the shapes of all adapter parameters for the weights of the model's files.
 
-    Raises ModelError for a target that no decoder layer has, and for experts.
+    Raises ModelError for a target that no decoder layer has outside of its experts.
     """
-    shapes: dict[str, tuple[int, int]] = {}
     found: dict[str, list[str]] = {}
     for name, shape in weights.items():
         if len(shape) == 2 and (match := _LAYER_WEIGHT.fullmatch(name)):
             found.setdefault(match["module"], []).append(name)
-    for target in lora.targets:
-        if not (names := found.get(target)):
-            raise ModelError(
-                f"train.lora.targets names {target}, but the decoder layers have no such matrix; "
-                f"they have {', '.join(sorted(found))}"
-            )
-        if expert := next((name for name in names if ".experts." in name), None):
-            rest = [each for each in lora.targets if ".experts." not in found.get(each, [""])[0]]
-            raise ModelError(
-                f"train.lora.targets names {target}, which are experts here ({expert}) and have "
-                f"no adapters; set train.lora.targets=[{', '.join(rest)}]"
-            )
-        for name in names:
-            rows, columns = weights[name]
-            first, second = adapter_names(name)
-            shapes |= {first: (lora.rank, columns), second: (rows, lora.rank)}
+    usable = sorted(module for module in found if not any(".experts." in n for n in found[module]))
+    if wrong := [target for target in lora.targets if target not in usable]:
+        raise ModelError(
+            f"train.lora.targets names {', '.join(wrong)}, but the decoder layers have no such "
+            f"matrix outside of experts; they have {', '.join(usable)}"
+        )
+    shapes: dict[str, tuple[int, int]] = {}
+    for name in (name for target in lora.targets for name in found[target]):
+        first, second = adapter_names(name)
+        shapes |= {first: (lora.rank, weights[name][1]), second: (weights[name][0], lora.rank)}
     return shapes
 
 
@@ -126,11 +119,10 @@ def add_adapters(
             parameter.data = parameter.data.float()
     found = {n: tuple(each.shape) for n, each in model.named_parameters() if is_adapter(n)}
     if found != shapes:
-        other = sorted(found.items() ^ shapes.items())[0][0]
         raise ModelError(
-            f"train.lora.targets=[{', '.join(lora.targets)}] adapt {len(found)} matrices of "
-            f"{type(model).__name__}, but its files have {len(shapes)} under these names, such as "
-            f"{other}: choose linear modules of the decoder layers"
+            f"train.lora.targets=[{', '.join(lora.targets)}] match other modules of "
+            f"{type(model).__name__} than matrices in its files, such as "
+            f"{min(found.items() ^ shapes.items())[0]}; remove that target"
         )
 
 
@@ -149,15 +141,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return an adapter parameter before training: A as in peft, from its own seed, and B zero."""
+def first_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return an adapter parameter before training, as in peft: A is random, and B zero."""
     import torch
 
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = 1 / math.sqrt(shape[1])
+    bound = 0.0 if ".lora_B." in name else 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -174,27 +162,6 @@ class Adapter:
     lora: LoraConfig
     base: Path  # model that it adapts
 
-    @property
-    def weights(self) -> Path:
-        """Its safetensors file; a checkpoint has none."""
-        return self.folder / ADAPTER_FILE
-
-    def require_base(self, fingerprint: str | None) -> None:
-        """Raise ModelError unless the base model exists, and is the one with the fingerprint."""
-        config = self.folder / ADAPTER_CONFIG
-        if not self.base.is_dir():
-            raise ModelError(
-                f"{self.folder} is an adapter of the model {self.base}, but this machine has no "
-                f"such folder; fetch the model, and put it there or name its folder in {config} "
-                "(base_model_name_or_path)"
-            )
-        require_model_folder(self.base, f"base_model_name_or_path in {config}")
-        if fingerprint not in (None, model_fingerprint(self.base)):
-            raise ModelError(
-                f"{self.folder} was trained on another model than the one in {self.base} now "
-                f"(base_model_name_or_path in {config}); name the folder of that model"
-            )
-
 
 def write_adapter(
     folder: Path,
@@ -210,7 +177,7 @@ def write_adapter(
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    metadata = {"format": "pt", **({_FINGERPRINT: fingerprint} if fingerprint else {})}
+    metadata = {"format": "pt", _FINGERPRINT: fingerprint}
     save_file(dict(tensors), folder / ADAPTER_FILE, metadata)
     (folder / ADAPTER_CONFIG).write_bytes(adapter_config(lora, base))
 
@@ -231,59 +198,70 @@ def adapter_config(lora: LoraConfig, base: str | Path) -> bytes:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return whether a folder contains an adapter alone."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def read_adapter_config(folder: Path) -> Adapter | None:
-    """Return the adapter that a folder's adapter_config.json describes; None without the file.
-
-    Raises ModelError for other methods than plain LoRA.
-    """
-    from dapo_core.config.train import LoraConfig
-
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return None
-    values = read_config(folder, ADAPTER_CONFIG)
-    others = [name for name in _OTHER_METHODS if values.get(name) not in (None, False, {}, [])]
-    if values.get("peft_type") != "LORA" or others or values.get("bias", "none") != "none":
-        method = (
-            ", ".join(others) or f"peft_type={values.get('peft_type')}, bias={values.get('bias')}"
-        )
-        raise ModelError(
-            f"{folder / ADAPTER_CONFIG} describes more than plain LoRA ({method}), which is not "
-            "supported; merge the adapter into its base model with peft"
-        )
-    names = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
-    try:
-        lora = LoraConfig.model_validate({key: values[name] for key, name in names.items()})
-        return Adapter(folder, lora, Path(values["base_model_name_or_path"]))
-    except (KeyError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder / ADAPTER_CONFIG} cannot be used: {error!r}") from error
+    """Return whether a folder is peft's of an adapter alone, not a model or a checkpoint."""
+    files = folder / ADAPTER_CONFIG, folder / "config.json", folder / "tensor_names.json"
+    return [path.is_file() for path in files] == [True, False, False]
 
 
 def full_model(folder: str | Path) -> Path:
-    """Return the base model's folder for an adapter's; others unchanged.
-
-    Raises ModelError like open_adapter.
-    """
+    """Return the base model's folder for an adapter's; others unchanged. Raises ModelError."""
     adapter = open_adapter(Path(folder))
     return Path(folder) if adapter is None else adapter.base
 
 
-def open_adapter(folder: Path) -> Adapter | None:
+def open_adapter(folder: Path, base: Path | None = None) -> Adapter | None:
     """Return the adapter in peft's folder if it is one; None for a model.
 
-    Raises ModelError if it is incomplete, or its base model is missing or another one.
+    Raises ModelError if it is damaged, and like read_adapter.
     """
     from safetensors import SafetensorError, safe_open
 
-    if not is_adapter_folder(folder) or (adapter := read_adapter_config(folder)) is None:
+    if not is_adapter_folder(folder):
         return None
     try:
-        with safe_open(adapter.weights, framework="numpy") as file:
-            fingerprint = (file.metadata() or {}).get(_FINGERPRINT)
+        with safe_open(folder / ADAPTER_FILE, framework="numpy") as file:
+            fingerprint = (file.metadata() or {}).get(_FINGERPRINT, "")
+            modules = {name.removesuffix(".weight").split(".")[-2] for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{adapter.weights} cannot be read ({error}); copy it again") from error
-    adapter.require_base(fingerprint)
-    return adapter
+        path = folder / ADAPTER_FILE
+        raise ModelError(f"{path} cannot be read ({error}); copy it again") from error
+    return read_adapter(folder, fingerprint, base, modules)
+
+
+def read_adapter(
+    folder: Path, fingerprint: str, base: Path | None, modules: Collection[str] = ()
+) -> Adapter:
+    """Return the adapter that adapter_config.json describes, on `base` or the model that it names.
+
+    modules: the adapted ones; else the file's target_modules. Raises ModelError for more than plain
+    LoRA, and unless the base model exists and has the fingerprint, if any.
+    """
+    from dapo_core.config.train import LoraConfig
+
+    path = folder / ADAPTER_CONFIG
+    values = read_config(folder, ADAPTER_CONFIG)
+    if more := [
+        f"{key}={values[key]}" for key in _PLAIN if (values.get(key) or _PLAIN[key]) != _PLAIN[key]
+    ]:
+        raise ModelError(
+            f"{path} describes more than plain LoRA ({', '.join(more)}), which is not supported; "
+            "merge the adapter into its base model with peft"
+        )
+    try:
+        targets = tuple(sorted(modules or values["target_modules"]))
+        lora = LoraConfig(rank=values["r"], alpha=values["lora_alpha"], targets=targets)
+        base = base or Path(values["base_model_name_or_path"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be used: {error!r}") from error
+    way_on = f"name its folder in {path} (base_model_name_or_path), or pass it to dapo merge --base"
+    if not base.is_dir():
+        raise ModelError(
+            f"{folder} is an adapter of the model {base}, but this machine has no such folder; "
+            f"{way_on}"
+        )
+    require_model_folder(base, f"base_model_name_or_path in {path}")
+    if fingerprint and fingerprint != model_fingerprint(base):
+        raise ModelError(
+            f"{folder} was trained on another model than the one in {base} now; {way_on}"
+        )
+    return Adapter(folder, lora, base)

@@ -157,13 +157,14 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _fill(causal_lm: nn.Module, files: Mapping[str, Path], seed: int) -> None:
     """Read this rank's rows of every parameter; new adapters get values from the seed."""
+    generator = torch.Generator().manual_seed(seed)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in causal_lm.named_parameters():
             assert isinstance(parameter, DTensor)
             local, start = parameter.to_local(), first_row(parameter)
             if is_adapter(name):
-                values = first_values(name, tuple(parameter.shape), seed)
+                values = first_values(name, parameter.shape, generator)
                 local.copy_(values[start : start + local.shape[0]])
                 continue
             for piece in file_pieces(base_name(name), parameter.shape, files):

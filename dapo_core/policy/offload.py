@@ -58,9 +58,9 @@ class Offloader:
         """
         if GRADIENTS in names:
             self.optimizer.zero_grad(set_to_none=True)
-        if self.device.has_own_memory or not self.train.is_colocated:
+        if self.device.has_own_memory or not self.train.takes_turns:
             self._move(names, HOST)
-            if WEIGHTS in names or self.train.is_colocated:
+            if WEIGHTS in names or self.train.takes_turns:
                 self.transfers.release()
             return
         for model in self.models:

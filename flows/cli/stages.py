@@ -285,6 +285,9 @@ def merge(
             help="Also compare logits of merged and unmerged weights; needs memory for one model.",
         ),
     ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Base model of an adapter, if it has moved.")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -306,7 +309,7 @@ def merge(
             )
         on_bytes = stack.enter_context(bytes_progress("merge"))
         sizes = merge_checkpoint(
-            sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint
+            sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint, base
         )
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, "

@@ -20,13 +20,13 @@ from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.errors import CheckpointError, ModelError
-from dapo_core.merge import run
+from dapo_core.merge import lora
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model.folder import MERGE_MANIFEST, SINGLE_FILE, model_fingerprint
 from dapo_core.model.lora import ADAPTER_FOLDER, add_adapters, first_values, is_adapter
 from dapo_core.policy.rank import Policy
 from flows.config import Config
-from tests.batches import random_batch
+from tests.batches import random_batch, rows_of
 from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
 from tests.ranks import run_ranks
@@ -50,7 +50,7 @@ def _config(
     return make_config(
         model_path,
         algorithm={"kl": KL},
-        rollout={"group_size": 4, "lora": rollout},
+        rollout={"group_size": 4, "lora": rollout, "dtype": "float32"},
         train={**TRAIN, "lora": lora, **train},
     )
 
@@ -114,8 +114,9 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
     sizes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     add_adapters(model, sizes, config.train.lora, on_meta=False)
     adapters = {name: each for name, each in model.named_parameters() if is_adapter(name)}
+    generator = torch.Generator().manual_seed(config.run.seed)
     for name, parameter in adapters.items():
-        parameter.data = first_values(name, tuple(parameter.shape), config.run.seed)  # type: ignore[arg-type]
+        parameter.data = first_values(name, parameter.shape, generator)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, weight_decay=0.1)
     norms, totals = [], LossTotals.of(batch)
     for _ in range(2):
@@ -124,6 +125,7 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
             advantages=batch.advantages.unsqueeze(-1).expand(batch.response_mask.shape),
             response_mask=batch.response_mask,
             weights=totals.token_weights(batch.response_mask, config.algorithm),
+            responses=rows_of(batch.response_mask),
             ref_log_probs=batch.ref_log_probs,
         )
         optimizer.zero_grad()
@@ -304,7 +306,7 @@ def test_a_merge_says_what_its_precision_loses(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run, "LARGE_ERROR", 0.01)
+    monkeypatch.setattr(lora, "LARGE_ERROR", 0.01)
     merge_checkpoint([trained.output], tmp_path / "half", dtype="bfloat16")
     error = json.loads((tmp_path / "half" / MERGE_MANIFEST).read_text())["rounding_error"]
     merged, base = (load_file(path / SINGLE_FILE) for path in (tmp_path / "half", trained.model))
@@ -323,11 +325,17 @@ def test_a_merge_says_what_its_precision_loses(
 def test_an_adapter_without_its_base_is_named(trained: Trained, tmp_path: Path) -> None:
     merge_checkpoint([trained.output], tmp_path / "merged")
     adapter = tmp_path / "merged" / ADAPTER_FOLDER
+    merged = model_fingerprint(tmp_path / "merged")
     hidden = trained.model.rename(trained.model.with_name("elsewhere"))
     try:
         for source, error in ((trained.output, CheckpointError), (adapter, ModelError)):
-            with pytest.raises(error, match=r"an adapter of the model \S+/model, but this machine"):
+            with pytest.raises(
+                error, match=r"an adapter of the model \S+/model, but this .*--base"
+            ):
                 merge_checkpoint([source], tmp_path / "none")
+        for number, source in enumerate((trained.output, adapter)):
+            merge_checkpoint([source], tmp_path / f"moved{number}", base=hidden)
+            assert model_fingerprint(tmp_path / f"moved{number}") == merged
         build_tiny(trained.model, "qwen3", seed=4)
         for source, error in ((trained.output, CheckpointError), (adapter, ModelError)):
             with pytest.raises(error, match="was trained on another model than the one in"):

@@ -92,7 +92,9 @@ def _start(
     lora: the engine's form of adapters; "" trains all weights.
     """
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
-    sections = {"train": {"lora": LORA}, "rollout": {"lora": lora}} if lora else {}
+    sections = (
+        {"train": {"lora": LORA}, "rollout": {"lora": lora, "dtype": "float32"}} if lora else {}
+    )
     config = make_config(model_path, **sections)
     settings = replace(tiny_engine_settings(), lora=engine_settings(config, Cpu()).lora)
     rank = Policy(model_path, config)

@@ -122,6 +122,8 @@ def test_lists_of_texts_take_numbers_as_typed_and_a_single_text(recipe: Path) ->
     ("override", "message"),
     [
         ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean"),
+        ("train.lr=1", r"unknown key train\.lr = 1 \(did you mean train\.learning_rate\?\)"),
+        ("rollout.tp=2", r"did you mean rollout\.tensor_parallel or rollout\.top_p\?"),
         ("train.xyz=1", r"unknown key train\.xyz = 1; `dapo config show` lists all keys"),
         ("reward.scorers=x", r"reward\.scorers = 'x' is refused: it must be a list, such as"),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: it must be at least 1"),
@@ -244,6 +246,20 @@ def test_model_references_are_validated() -> None:
         (
             ["train.lora.rank=4", "rollout.lora=merged", "train.device=cuda"],
             r"rollout\.dtype=auto would lose",
+        ),
+        (  # bfloat16 on a CPU that is faster in it
+            ["train.lora.rank=4", "rollout.lora=merged"],
+            r"rollout\.dtype=auto would lose",
+        ),
+        *(
+            (
+                ["train.lora.rank=4", "rollout.lora=merged", "rollout.dtype=float32", *keys],
+                rf"merged with {keys[-1]} on (cuda|npu) cannot send weights",
+            )
+            for keys in (
+                ["train.device=cuda", "train.num_ranks=1", "train.placement=colocated"],
+                ["train.device=npu", "train.offload_shards=true"],
+            )
         ),
         (
             ["train.lora.rank=4", "algorithm.kl.place=loss", "algorithm.kl.refresh_every=9"],

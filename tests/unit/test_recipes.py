@@ -123,7 +123,7 @@ DERIVED = {  # in table order
     "dapo_qwen2_5_32b_math": [
         128,  # policy: devices
         128,  # rollouts: devices, 32 engines x 4
-        128,  # policy and rollouts, taking turns: devices, 16 nodes x 8
+        128,  # policy and rollouts, on the same devices, 16 nodes x 8
         16,  # data-parallel ranks: ranks, 128 / 8
         1,  # copies of the trained weights: copies
         22_528,  # longest sequence: tokens, 2,048 + 16,384 + 4,096

@@ -68,6 +68,7 @@ def test_shared_devices_are_freed_before_they_are_used() -> None:
     ("keys", "expected"),
     [
         ({}, []),
+        ({"placement": "resident"}, []),
         (
             {"offload_optimizer": True},
             [("offload", "optimizer"), ("onload", "optimizer"), ("offload", "optimizer")],
@@ -78,7 +79,7 @@ def test_shared_devices_are_freed_before_they_are_used() -> None:
         ),
     ],
 )
-def test_on_separate_devices_only_offload_keys_move_state(
+def test_without_turns_only_offload_keys_move_state(
     keys: dict[str, bool], expected: list[tuple[str, ...]]
 ) -> None:
     assert _calls(**keys)[0] == expected
@@ -100,7 +101,7 @@ def test_shared_devices_and_threads_count_once() -> None:
     assert (separate.num_devices, separate.num_cpus) == (8, 4 * 3 + 4 * 5)
     assert (shared.num_devices, shared.num_cpus) == (4, 4 * 5)
     lines = [quantity for quantity in derive(shared) if quantity.label.startswith("policy and")]
-    assert lines == [("policy and rollouts, taking turns", 4, "devices", "train.num_ranks")]
+    assert lines == [("policy and rollouts, on the same", 4, "devices", "train.num_ranks")]
 
 
 def test_colocated_ranks_and_engines_must_match() -> None:
