@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,7 @@ class Trainer:
     def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> dict[str, float]:
         """Send the weights to the engines; returns how far the worst engine is from the policy."""
         with timer.phase("weight_sync"):
-            probe = batch.select([0])
+            probe = replace(batch.select([0]), routing=None)  # the new weights' own
             probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("publish", timer)
         with timer.phase("weight_sync"):

@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dapo_core.draw.groups import Group
+
+UNKNOWN_EXPERT = 255  # in Batch.routing, for each expert of a token without recorded routing
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Batch:
     importance_weights: torch.Tensor | None = None
     # [B, R] bool, chosen by covariance in the mini-batch; None if the loss does not need it
     is_selected: torch.Tensor | None = None
+    # [B] arrays [tokens, layers, K] uint8: experts of each prompt+response token that the policy
+    # uses instead of its own, or UNKNOWN_EXPERT; None: its own
+    routing: Sequence[NDArray[np.uint8]] | None = None
 
     @property
     def num_responses(self) -> int:
@@ -69,9 +75,11 @@ class Batch:
         widths = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)
         widths["token_ids"] = int(self.lengths[rows].max())
         values = {each.name: getattr(self, each.name) for each in fields(self)}
+        routing = values.pop("routing")
         present = {name: value for name, value in values.items() if value is not None}
         return Batch(
-            **{name: value[rows][..., : widths.get(name)] for name, value in present.items()}
+            **{name: value[rows][..., : widths.get(name)] for name, value in present.items()},
+            routing=None if routing is None else [routing[row] for row in rows],
         )
 
 

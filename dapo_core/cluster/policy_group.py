@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
 from dapo_core.algorithm.batch import Batch, TokenStats, random_order
@@ -55,7 +56,11 @@ class PolicyGroup:
         stats, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
             with timer.phase("old_log_prob"):
-                stats = self.log_probs(batch)
+                if self.config.algorithm.routing_replay == "policy":
+                    stats, routing = self.routed_log_probs(batch)
+                    batch = replace(batch, routing=routing)
+                else:
+                    stats = self.log_probs(batch)
                 batch = replace(batch, old_log_probs=stats.log_probs)
         if is_engine:
             batch = replace(batch, old_log_probs=batch.rollout_log_probs)
@@ -70,9 +75,24 @@ class PolicyGroup:
         calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
         return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def ref_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Return the reference model's log-probs of the response tokens: [B, R], in batch order."""
+    def routed_log_probs(self, batch: Batch) -> tuple[TokenStats, list[NDArray[np.uint8]]]:
+        """Return log-probs and entropy, and the experts that they used (Batch.routing)."""
         shares, indices = self._split(batch)
+        calls = [rank.routed_log_probs.remote(share) for rank, share in self._deal(shares)]
+        stats, parts = zip(*self.actors.get(calls)[:: self.sequence_parallel], strict=True)
+        routing = {
+            row: experts
+            for rows, part in zip(indices, parts, strict=True)
+            for row, experts in zip(rows.tolist(), part, strict=True)
+        }
+        return _joined(batch, indices, stats), [routing[row] for row in sorted(routing)]
+
+    def ref_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Return the reference model's log-probs of the response tokens: [B, R], in batch order.
+
+        The reference model routes by itself.
+        """
+        shares, indices = self._split(replace(batch, routing=None))
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 

@@ -276,6 +276,11 @@ class AlgorithmConfig(Section):
         ge=0,
         le=10,
     )
+    routing_replay: Literal["off", "policy"] = key(
+        "off",
+        "Experts of each token in the updates: off: the routers' choice; policy: those of the pass "
+        "for old_log_probs (R2).",
+    )
     old_log_probs: Literal["policy", "engine"] = key(
         "policy",
         "Denominator of the clipped ratio: the policy's log-probs before the updates, or the "
@@ -332,6 +337,16 @@ class AlgorithmConfig(Section):
                 f"algorithm.old_log_probs={self.old_log_probs} contradicts "
                 f"algorithm.rollout_correction.preset={preset}, which is old_log_probs=engine; "
                 "remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_routing_is_recorded(self) -> AlgorithmConfig:
+        if self.routing_replay == "policy" and self.old_log_probs == "engine":
+            raise ValueError(
+                "algorithm.routing_replay=policy replays the policy's pass for old log-probs, "
+                "which algorithm.old_log_probs=engine omits; set old_log_probs=policy, or "
+                "routing_replay=off"
             )
         return self
 

@@ -49,7 +49,7 @@ class TokenLogProbs(nn.Module):
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and, if requested, entropy (else empty) at the row's targets: [M]."""
-        with self.routing.recording():
+        with self.routing.recording(row):
             hidden = self.causal_lm.base_model(
                 input_ids=row.token_ids,
                 position_ids=row.position_ids,

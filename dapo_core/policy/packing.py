@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from dapo_core.algorithm.balance import RankShare
-from dapo_core.algorithm.batch import Batch, TokenStats
+from dapo_core.algorithm.batch import UNKNOWN_EXPERT, Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
 from dapo_core.policy.attention import Packing
@@ -27,7 +29,8 @@ class PackedRow:
 
     Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]],
     position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], sequences
-    [0, 0, 0, 0, 1, 1], cells [0, 1, 2] of a [2, 2] batch.
+    [0, 0, 0, 0, 1, 1], routing None,
+    cells [0, 1, 2] of a [2, 2] batch.
     """
 
     token_ids: torch.Tensor  # [1, n]
@@ -36,6 +39,8 @@ class PackedRow:
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
     sequences: torch.Tensor  # [n]: the row of each token in the batch, -1 for padding
+    # [n, layers, K] uint8: Batch.routing of the tokens; None: each router's own choice
+    routing: torch.Tensor | None
     # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
     cells: torch.Tensor
 
@@ -68,6 +73,11 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     first = rank * size
     # a token is predicted by the one before it
     is_local = (responses > first) & (responses <= first + size)
+    routing = None
+    if batch.routing is not None:
+        parts = torch.from_numpy(np.concatenate(batch.routing)[first : first + size])
+        missing = size - len(parts)  # padding of the last rank
+        routing = functional.pad(parts, (0, 0, 0, 0, 0, missing), value=UNKNOWN_EXPERT).to(device)
     lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
@@ -76,6 +86,7 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
         predictors=(responses[is_local] - 1 - first).to(device),
         targets=token_ids[responses[is_local]].to(device),
         sequences=sequences[first : first + size].to(device),
+        routing=routing,
         cells=cells[is_local],
     )
 

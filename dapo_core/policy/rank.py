@@ -10,7 +10,9 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.profiler import record_function
 
@@ -101,6 +103,13 @@ class Policy(Profiled):
     def log_probs(self, share: RankShare, temperature: float | None = None) -> TokenStats:
         """Return log-probs and entropy at the share's response tokens, else 0: [b, R] float32."""
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
+
+    @record_function("old_log_prob")
+    def routed_log_probs(self, share: RankShare) -> tuple[TokenStats, list[NDArray[np.uint8]]]:
+        """Return `log_probs`, and the experts of the share's tokens (Batch.routing)."""
+        experts: dict[int, NDArray[np.uint8]] = {}
+        stats = self._score(self.model, share, self.temperature, True, experts)
+        return stats, [experts[row] for row in sorted(experts)]
 
     @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
@@ -233,17 +242,30 @@ class Policy(Profiled):
         return self.model.causal_lm  # type: ignore[return-value]
 
     def _score(
-        self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
+        self,
+        model: nn.Module,
+        share: RankShare,
+        temperature: float,
+        with_entropy: bool,
+        experts: dict[int, NDArray[np.uint8]] | None = None,
     ) -> TokenStats:
-        """Return the share's log-probs and, if requested, entropy, without gradient: [b, R]."""
+        """Return the share's log-probs and, if requested, entropy, without gradient: [b, R].
+
+        The experts of each response's tokens are added to `experts`, if given.
+        """
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
         buffer, number, count = StatsBuffer(share), 0, len(share.micro_batches)
         model.eval()
         with torch.no_grad(), _progress(lambda: f"log-probs: {number} of {count} micro-batches"):
             for number in range(count):
-                row = pack(share.micro_batch(number), device, self.group)
+                micro = share.micro_batch(number)
+                row = pack(micro, device, self.group)
                 buffer.add(number, row, model(row, temperature, with_entropy))
+                indices = share.micro_batches[number].tolist()
+                if experts is not None and indices:
+                    routing = self.routing.read(row, micro.lengths)
+                    experts |= dict(zip(indices, routing, strict=True))
         reshard(model)  # without a backward pass, the root stays gathered
         return buffer.read(self.group, device)
 

@@ -65,14 +65,25 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
 
 def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:
     """Raise ModelError if the algorithm needs routers, but none of the model can be recorded."""
-    from dapo_core.policy.routing import ROUTERS, routers_of  # imports torch
+    from dapo_core.algorithm.batch import UNKNOWN_EXPERT  # these import torch
+    from dapo_core.policy.routing import ROUTERS, routers_of
 
-    coefficient = algorithm.router_aux_loss_coefficient
-    if coefficient and not routers_of(model):
+    replay, coefficient = algorithm.routing_replay, algorithm.router_aux_loss_coefficient
+    if replay == "off" and not coefficient:
+        return
+    key = f"routing_replay={replay}"
+    if replay == "off":
+        key = f"router_aux_loss_coefficient={coefficient}"
+    routers = routers_of(model)
+    if not routers:
         raise ModelError(
-            f"algorithm.router_aux_loss_coefficient={coefficient} needs a mixture of experts with "
-            f"routers such as {', '.join(ROUTERS)}, but {type(model).__name__} has none of them; "
-            "set it to 0"
+            f"algorithm.{key} needs a mixture of experts with routers of {', '.join(ROUTERS)}, but "
+            f"{type(model).__name__} has none of them; remove the key"
+        )
+    if replay != "off" and routers[0].num_experts > UNKNOWN_EXPERT:
+        raise ModelError(
+            f"algorithm.{key} records experts as single bytes, for at most {UNKNOWN_EXPERT} "
+            f"experts, but {type(model).__name__} has {routers[0].num_experts}; remove the key"
         )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
+from dapo_core.algorithm.batch import UNKNOWN_EXPERT
 from dapo_core.algorithm.update import RoutingSums
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ def routers_of(model: nn.Module) -> list[Any]:
 class Routing:
     """Records the last forward pass of a model's L routers, with n tokens, E experts and top-K.
 
+    A row's own routing replaces the routers' choice, also when gradients recompute the pass.
     With `keeps_logits`, logits are recorded too, with their gradient.
     """
 
@@ -45,12 +50,14 @@ class Routing:
         self.logits: list[torch.Tensor] = []  # L times [n, E]
         self._sums: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._losses: list[torch.Tensor] = []
-        for router in self.routers:
-            router.register_forward_hook(self._record)
+        self._replayed: torch.Tensor | None = None  # PackedRow.routing
+        for number, router in enumerate(self.routers):
+            router.register_forward_hook(partial(self._on_forward, number))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward pass inside the block, but not its recomputation for gradients."""
+    def recording(self, row: PackedRow) -> Iterator[None]:
+        """Record the row's forward pass inside the block, but not its later recomputation."""
+        self._replayed = row.routing
         self.experts, self.entropy, self.logits = [], [], []
         self.is_recording = True
         try:
@@ -59,16 +66,35 @@ class Routing:
             self.is_recording = False
 
     @torch.compiler.disable
-    def _record(self, router: nn.Module, _: Any, outputs: Any) -> None:
-        if not self.is_recording:
-            return
-        logits, _, experts = outputs
+    def _on_forward(self, number: int, router: Any, _: Any, outputs: Any) -> Any:
+        if self._replayed is not None:
+            outputs = _replay(router, self._replayed[:, number], *outputs)
+        if self.is_recording:
+            self._record(router, *outputs)
+        return outputs
+
+    def _record(
+        self, router: Any, logits: torch.Tensor, _: torch.Tensor, experts: torch.Tensor
+    ) -> None:
         self.experts.append(experts)
         if self.keeps_logits:
             self.logits.append(logits)
         if router.training:
             probs = logits.detach().float().softmax(dim=-1)
             self.entropy.append(torch.special.entr(probs).sum(dim=-1))
+
+    def read(self, row: PackedRow, lengths: Sequence[int] | np.ndarray) -> list[NDArray[np.uint8]]:
+        """Return the experts of each sequence of the last pass, as in Batch.routing.
+
+        Collective over the ranks of the row.
+        """
+        experts = torch.stack(self.experts, dim=1).to(torch.uint8)  # [n, L, K]
+        if (group := row.packing.group) is not None:
+            parts = [torch.empty_like(experts) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, experts, group=group)
+            experts = torch.cat(parts)
+        ends = np.cumsum(lengths)
+        return np.split(experts.cpu().numpy()[: ends[-1]], ends[:-1])
 
     def count(self, row: PackedRow) -> None:
         """Add the last training pass, of the row, to the sums of `take`."""
@@ -117,3 +143,18 @@ class Routing:
             sum(counts),
             float(torch.stack(losses).sum()) if losses else None,
         )
+
+
+def _replay(
+    router: Any,
+    replayed: torch.Tensor,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    experts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the router's results for the replayed experts [n, K], where they are known."""
+    experts = torch.where(replayed == UNKNOWN_EXPERT, experts, replayed.long())
+    chosen = logits.float().softmax(dim=-1).gather(1, experts)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always normalizes
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    return logits, chosen.to(scores.dtype), experts

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dapo_core.algorithm.balance import split_batch
-from dapo_core.algorithm.batch import Batch
+from dapo_core.algorithm.batch import UNKNOWN_EXPERT, Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import RoutingSums, Update
+from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.errors import ModelError
+from dapo_core.machine.timers import PhaseTimer
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
 from dapo_core.policy.rank import Policy
@@ -24,6 +31,7 @@ from dapo_core.policy.requirements import require_trainable
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
+from tests.in_process import Threads, _Actor, without_ray
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
 
@@ -105,9 +113,102 @@ def test_no_routing_metric_and_no_gradient_depends_on_micro_batches_and_ranks(mo
         assert ranks[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-4)
 
 
+def _routed(
+    rank: int, config: Config, batch: Batch, max_tokens: int
+) -> tuple[list[Any], Update, list[np.ndarray]]:
+    policy = Policy(config.model.path or "", config)
+    shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
+    share = shares[rank // config.train.sequence_parallel]
+    rows = indices[rank // config.train.sequence_parallel].tolist()
+    _, routing = policy.routed_log_probs(share)
+    update = policy.update(share, LossTotals.of(batch, config.train.num_data_ranks))
+    return rows, update, routing
+
+
+def _counts(routing: Sequence[np.ndarray]) -> list[list[int]]:
+    experts = np.concatenate(routing)
+    return [np.bincount(experts[:, layer].ravel(), minlength=8).tolist() for layer in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "train"),
+    [
+        (4096, {}),
+        (30, {"num_ranks": 4}),
+        (25, {"num_ranks": 2, "sequence_parallel": 2}),
+        (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
+    ],
+)
+def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(
+    moe: Path, max_tokens: int, train: dict[str, Any]
+) -> None:
+    """The last token of each sequence, of unknown routing, keeps the policy's own."""
+    draw = np.random.default_rng(0)
+    own = _batch()
+    given = [
+        np.argsort(draw.random((count, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
+        for count in own.lengths
+    ]
+    for experts in given:
+        experts[-1] = UNKNOWN_EXPERT
+    batch = replace(own, routing=given)
+    settings = {"train_prompts": 1, "mini_prompts": 1, "max_grad_norm": 1e3}
+    one = make_config(moe, train=settings)
+    config = make_config(moe, train=settings | train)
+    ((_, expected, recorded),) = run_ranks(1, _routed, one, batch, 4096)
+    for experts, found in zip(given, recorded, strict=True):
+        assert np.array_equal(experts[:-1], found[:-1])
+        assert found[-1].max() < 8
+    assert expected.routing is not None
+    assert expected.routing.loads == _counts(recorded)
+    ranks = run_ranks(config.train.num_ranks, _routed, config, batch, max_tokens)
+    by_row = {}
+    for rows, _, routing in ranks:
+        by_row |= dict(zip(rows, routing, strict=True))
+    for row, experts in enumerate(recorded):
+        assert np.array_equal(by_row[row], experts)
+    assert _whole([update for _, update, _ in ranks]).loads == expected.routing.loads
+    assert ranks[0][1].grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    ((_, free, _),) = run_ranks(1, _routed, one, own, 4096)
+    assert free.grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+def _learned(rank: int, config: Config, batch: Batch) -> list[Update]:
+    with without_ray():
+        actor = _Actor(lambda: Policy(config.model.path or "", config))
+        group = PolicyGroup([actor], config, Threads(), hidden_size=64)
+        anchored, stats = group.anchor(batch, PhaseTimer())
+        updates, _ = group.learn(anchored, stats, 1)
+        return updates
+
+
+def test_routing_of_the_anchor_holds_in_all_updates_of_a_step(moe: Path) -> None:
+    """Large steps move a router's choice; replayed, only probabilities change."""
+    train: dict[str, Any] = {"train_prompts": 4, "mini_prompts": 2, "passes": 3}
+    train |= {"shuffle_passes": False, "learning_rate": 1e-2, "warmup_steps": 0}
+    batch = random_batch(num_groups=4, group_size=3, seed=1)
+    kept, free = (
+        run_ranks(
+            1, _learned, make_config(moe, train=train, algorithm={"routing_replay": name}), batch
+        )[0]
+        for name in ("policy", "off")
+    )
+    loads = [[update.routing.loads for update in updates] for updates in (kept, free)]
+    assert loads[0] == loads[0][:2] * 3
+    assert loads[1][0] == loads[0][0]  # before the first update
+    assert loads[1][2:] != loads[1][:2] * 2
+
+
+def test_a_replay_without_an_anchor_pass_is_refused() -> None:
+    with pytest.raises(ValidationError, match="routing_replay=policy replays the policy's pass"):
+        AlgorithmConfig.model_validate({"routing_replay": "policy", "old_log_probs": "engine"})
+
+
 def test_a_dense_model_is_refused_instead_of_trained_without_its_auxiliary_loss(
     tmp_path: Path,
 ) -> None:
     path = build_tiny(tmp_path / "dense", "qwen3")
     with pytest.raises(ModelError, match=r"aux_loss_coefficient=0\.5 .* Qwen3ForCausalLM"):
         require_trainable(make_config(path, algorithm=AUX), path)
+    with pytest.raises(ModelError, match=r"routing_replay=policy needs a mixture"):
+        require_trainable(make_config(path, algorithm={"routing_replay": "policy"}), path)
