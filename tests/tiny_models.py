@@ -138,3 +138,22 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def build_adapter(path: Path, base: Path, *targets: str) -> Path:
+    """The folder `path` with a random LoRA adapter of rank 2, as peft writes it."""
+    import torch
+
+    from dapo_core.config.train import LoraConfig
+    from dapo_core.model.folder import model_fingerprint
+    from dapo_core.model.lora import adapter_name, adapter_shapes, write_adapter
+    from dapo_core.model.tensors import read_headers
+
+    lora, draw = LoraConfig(rank=2, targets=targets), torch.Generator().manual_seed(0)
+    sizes = {name: header.shape for name, header in read_headers(base).items()}
+    tensors = {
+        adapter_name(name): torch.randn(shape, generator=draw) * 0.1
+        for name, shape in adapter_shapes(sizes, lora).items()
+    }
+    write_adapter(path, tensors, lora, base, model_fingerprint(base))
+    return path

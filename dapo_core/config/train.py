@@ -36,20 +36,6 @@ class LoraConfig(Section):
         """Factor of an adapter's product."""
         return self.alpha / self.rank
 
-    @model_validator(mode="after")
-    def _rank_turns_it_on(self) -> LoraConfig:
-        ignored = [
-            f"train.lora.{name}={getattr(self, name)}"
-            for name, field in type(self).model_fields.items()
-            if getattr(self, name) != field.default
-        ]
-        if ignored and not self.rank:
-            raise ValueError(
-                f"{', '.join(ignored)} would be ignored, because train.lora.rank=0 trains all "
-                "weights; set train.lora.rank, for instance to 16"
-            )
-        return self
-
 
 class TrainConfig(Section):
     """Steps, batches, the optimizer, and how the model is laid out on devices."""

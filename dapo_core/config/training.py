@@ -16,7 +16,7 @@ from dapo_core.config.compat import Compat
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.sampler import SamplerConfig
-from dapo_core.config.train import TrainConfig
+from dapo_core.config.train import LoraConfig, TrainConfig
 from dapo_core.config.validation import ValidationConfig
 from dapo_core.config.warm_start import ModelCodeConfig
 
@@ -309,14 +309,14 @@ class TrainingConfig(Section):
         rollout, train, rank = self.rollout, self.train, self.train.lora.rank
         is_merged, is_on_host = rollout.lora == "merged", train.takes_turns or train.offload_shards
         fault = ""
-        if is_merged and not rank:
-            fault = "rollout.lora=merged would be ignored by train.lora.rank=0; remove it"
+        if not rank and (is_merged or train.lora != LoraConfig()):
+            ignored = "rollout.lora=merged" if is_merged else "the other keys of train.lora"
+            fault = f"{ignored} would be ignored by train.lora.rank=0; set it, for instance to 16"
         elif is_merged and rollout.dtype != "float32":
             fault = (
-                f"rollout.lora=merged with rollout.dtype={rollout.dtype} would lose the updates: a "
-                "step changes most weights by less than that precision resolves (98 % of them "
-                "stay equal after 10 steps of 1e-5 in bfloat16); set rollout.lora=adapter, or "
-                "rollout.dtype=float32"
+                f"rollout.lora=merged with rollout.dtype={rollout.dtype} would lose the updates "
+                "(in bfloat16, 98 % of the weights stay equal after 10 steps of 1e-5); set "
+                "rollout.lora=adapter, or rollout.dtype=float32"
             )
         elif is_merged and is_on_host and train.device != "cpu":
             key = "offload_shards=true" if train.offload_shards else "placement=colocated"

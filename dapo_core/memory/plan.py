@@ -247,23 +247,21 @@ def _rank_parts(
 def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[Part]:
     """Yield what a rank keeps between phases, on the device and on the host."""
     is_cpu, held = train.device == "cpu", _holding(train, phase).ranks
+    # on separate devices gradients move with the weights
+    gradients = GRADIENTS if train.takes_turns else WEIGHTS
+    # under offload_shards moments stay in pageable host memory
+    moments = rank.optimizer if train.offload_shards else 2 * rank.pinned_trained
     states = [
-        ("weights", WEIGHTS, rank.weights),
-        # on separate devices they move with the weights
-        ("gradients", GRADIENTS if train.takes_turns else WEIGHTS, rank.gradients),
-        ("optimizer", OPTIMIZER, rank.optimizer),
-        ("reference model", WEIGHTS, rank.reference),
+        ("weights", WEIGHTS, rank.weights, rank.pinned),
+        ("gradients", gradients, rank.gradients, rank.pinned_trained),
+        ("optimizer", OPTIMIZER, rank.optimizer, moments),
+        ("reference model", WEIGHTS, rank.reference, rank.reference),
     ]
-    for label, name, size in states:
+    for label, name, size, on_host in states:
         if name not in held and (name == GRADIENTS or (is_cpu and train.takes_turns)):
             continue  # dropped, or spilled
-        if is_cpu or (name in held and not train.offload_shards):
-            yield label, size, 0
-        elif label == "optimizer":  # under offload_shards it stays in pageable host memory
-            yield label, 0, size if train.offload_shards else rank.pinned_moments
-        else:
-            is_small = label == "reference model" or (train.lora.rank and label == "gradients")
-            yield label, 0, size if is_small else rank.pinned
+        is_here = is_cpu or (name in held and not train.offload_shards)
+        yield (label, size, 0) if is_here else (label, 0, on_host)
 
 
 def _holding(train: TrainConfig, phase: str) -> Holding:

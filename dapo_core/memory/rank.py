@@ -33,8 +33,8 @@ class RankMemory:
     optimizer: int
     optimizer_step: int  # temporaries
     reference: int  # shards of the reference model
-    pinned: int  # weights (and the same for gradients) in pinned host memory
-    pinned_moments: int
+    pinned: int  # weights in pinned host memory
+    pinned_trained: int  # those that are trained; gradients are as large, and moments twice
     forward_weights: int  # gathered in a forward-only pass
     scoring_activations: int
     scoring_logits: int
@@ -76,9 +76,14 @@ class _Rank:
         self.has_grouped_attention = device.shares_key_heads and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
         self.is_copied = counts_copies and device.backend == "gloo" and self.num_shards > 1
-        # elements of adapters; 0 if all weights are trained
-        self.num_adapted = shape.adapter_parameters(train.lora)
-        has_copy = not self.num_adapted or config.algorithm.kl.reference_path is not None
+        # elements of each tensor's shard; adapters count as one tensor
+        self.trained = shape.shards(self.num_shards)
+        self.frozen: list[int] = []
+        self.has_adapters = train.lora.rank > 0
+        if self.has_adapters:
+            self.frozen = self.trained
+            self.trained = [-(-shape.adapter_parameters(train.lora) // self.num_shards)]
+        has_copy = not self.has_adapters or config.algorithm.kl.reference_path is not None
         self.has_reference = config.algorithm.kl.place != "off" and has_copy
         longest = longest_sequence(config)
         self.response_share = config.rollout.max_response_tokens / longest
@@ -98,18 +103,16 @@ class _Rank:
         shard = shape.shard_parameters(self.num_shards)
         weights, gradients, copies, activations, logits = max(self._update_moments(shard), key=sum)
         scoring = max(self._scoring_moments(), key=sum)
-        trained = -(-self.num_adapted // self.num_shards) or shard
-        frozen = item * shard if self.num_adapted else 0
-        stored_item = item if self.num_adapted else MASTER
-        stored = [stored_item * number for number in shape.shards(self.num_shards)]
+        trained = sum(self.trained)
+        pinned_trained = sum(_pinned(MASTER * number) for number in self.trained)
         return RankMemory(
-            weights=frozen + MASTER * trained,
+            weights=item * sum(self.frozen) + MASTER * trained,
             gradients=GRADIENT * trained,
             optimizer=MOMENTS * trained,
             optimizer_step=self._optimizer_step(),
             reference=item * shard if self.has_reference else 0,
-            pinned=sum(map(_pinned, stored)) + MASTER * trained * bool(self.num_adapted),
-            pinned_moments=MOMENTS * trained if self.num_adapted else 2 * sum(map(_pinned, stored)),
+            pinned=pinned_trained + sum(_pinned(item * number) for number in self.frozen),
+            pinned_trained=pinned_trained,
             forward_weights=scoring[0],
             scoring_activations=scoring[1],
             scoring_logits=scoring[2],
@@ -159,9 +162,8 @@ class _Rank:
         root_gradients = max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root
         layer_gradients = item * (head + layer // 2) + GRADIENT * layer
         copied = GRADIENT * self.is_copied
-        if self.num_adapted:  # the weights have no gradients
-            has_chunks, head_gradients, root_gradients = False, 0, 0
-            layer_gradients = GRADIENT * self.num_adapted // len(shape.layers)
+        if self.has_adapters:  # weights have no gradients, and those of adapters are small
+            has_chunks, head_gradients, root_gradients, layer_gradients = False, 0, 0, 0
         return [
             (first, item * head * has_chunks, 0, outputs, logits * LOGITS_TRAINED),
             (first, head_gradients, 0, outputs, logits * item),
@@ -178,10 +180,8 @@ class _Rank:
 
     def _optimizer_step(self) -> int:
         """Return the bytes of the optimizer's temporaries."""
-        shards = self.shape.shards(self.num_shards)
-        if self.num_adapted:
-            shards = [-(-self.num_adapted // self.num_shards)]
-        return SQUARE_ROOTS * (sum(shards) if self.has_own_memory else max(shards))
+        shards = sum(self.trained) if self.has_own_memory else max(self.trained)
+        return SQUARE_ROOTS * shards
 
     def _gathered_layers(self) -> int:
         """Return the bytes of gathered layers: one and the next one's buffer, or all."""

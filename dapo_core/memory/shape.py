@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ class ModelShape:
         return 2 * per_stage * self.head_dim * max(self.key_heads // tensor_parallel, 1)
 
 
-def count(shapes: Sequence[Shape]) -> int:
+def count(shapes: Iterable[Shape]) -> int:
     """Return the elements of all tensors."""
     return sum(map(prod, shapes))
 

@@ -77,7 +77,7 @@ class ActorUtilization:
         lora: LoraConfig | None = None,
     ) -> None:
         self.config = config
-        self.lora = lora
+        self.num_adapted = 0
         self.peak: float | None = None  # FLOP/s of all devices
         peak = peak_flops(device_name)
         if peak is None:
@@ -88,6 +88,8 @@ class ActorUtilization:
             missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
         else:
             self.peak = peak * num_devices
+            if lora is not None:
+                self.num_adapted = shape_of(config.to_dict()).adapter_parameters(lora)
             return
         logger.info("%s, so perf/mfu/actor is not reported", missing)
 
@@ -95,10 +97,7 @@ class ActorUtilization:
         """Return perf/mfu/actor of passes that took `seconds`; {} if unknown."""
         if self.peak is None:
             return {}
-        adapted = 0
-        if self.lora is not None and self.lora.rank:
-            adapted = shape_of(self.config.to_dict()).adapter_parameters(self.lora)
         num_logits = int(batch.response_lengths.sum())
-        flops = training_flops(self.config, batch.lengths, num_logits, adapted)
+        flops = training_flops(self.config, batch.lengths, num_logits, self.num_adapted)
         assert flops is not None, "the constructor leaves peak unset for such an architecture"
         return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

@@ -11,11 +11,12 @@ import jinja2
 
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import describe_bytes
+from dapo_core.memory.shape import count
 from dapo_core.model.folder import weight_paths
 from dapo_core.model.lora import adapter_shapes
 from dapo_core.model.pretrained import load_model_config, load_tokenizer, model_errors
 from dapo_core.model.sampling import read_eos_ids, with_model_sampling
-from dapo_core.model.tensors import TensorHeader, num_elements, require_original_weights
+from dapo_core.model.tensors import num_elements, require_original_weights
 from dapo_core.policy.requirements import require_trainable
 from tasks.config import ChainConfig
 from tasks.fetched_model import stop_ids
@@ -24,8 +25,6 @@ from tasks.serve_model.checks import longest_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from dapo_core.config.train import LoraConfig
 
 ANSWER = "It is forty-two."  # in the probe of the chat template
 
@@ -112,7 +111,8 @@ def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
     """
     if config.train.backend == "own":
         require_trainable(config, folder)
-    headers = require_original_weights(folder)
+    headers, lora = require_original_weights(folder), config.train.lora
+    shapes = {name: header.shape for name, header in headers.items()}
     model_config = load_model_config(folder, config.model.trust_remote_code)
     with model_errors(folder, "has a config.json with values that training cannot use"):
         text = model_config.get_text_config()
@@ -124,18 +124,10 @@ def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
             token_bytes=_token_bytes(text),
             head_width=_head_width(text),
             parameters=num_elements(headers),
-            num_adapted=_num_adapted(headers, config.train.lora),
+            num_adapted=count(adapter_shapes(shapes, lora).values()) if lora.rank else 0,
             num_bytes=sum(path.stat().st_size for path in weight_paths(folder)),
             model_type=model_config.model_type,
         )
-
-
-def _num_adapted(headers: Mapping[str, TensorHeader], lora: LoraConfig) -> int:
-    """Return the number of parameters of the adapters; 0 if all weights are trained."""
-    if not lora.rank:
-        return 0
-    shapes = adapter_shapes({name: header.shape for name, header in headers.items()}, lora)
-    return sum(rows * columns for rows, columns in shapes.values())
 
 
 def _warn_of_copies(folder: Path, findings: Findings) -> None:

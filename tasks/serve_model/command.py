@@ -72,12 +72,10 @@ def serve_command(
 
 
 def _adapter_options(adapter: Adapter, name: str) -> list[str]:
-    """Options for one adapter; without targets, vLLM also wraps the head, and fails on prompts'
-    log-probs.
-    """
+    """Options for one adapter; without targets, vLLM's adapted head fails on prompt log-probs."""
     options = ["--enable-lora", "--lora-modules", f"{name}={adapter.folder}"]
-    options += ["--max-lora-rank", str(vllm_rank(adapter.lora)), "--lora-target-modules"]
-    return [*options, *adapter.lora.targets]
+    options += ["--max-lora-rank", str(vllm_rank(adapter.lora))]
+    return [*options, "--lora-target-modules", *adapter.lora.targets]
 
 
 def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConfig:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import shutil
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,35 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge import lora
 from dapo_core.merge.run import merge_checkpoint
+from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST, SINGLE_FILE, model_fingerprint
-from dapo_core.model.lora import ADAPTER_FOLDER, add_adapters, first_values, is_adapter
+from dapo_core.model.lora import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
+    add_adapters,
+    first_values,
+    is_adapter,
+)
 from dapo_core.policy.rank import Policy
+from dapo_core.training import train
+from durable import read_json_lines
 from flows.config import Config
+from tasks import chain
+from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.config import ModelConfig
+from tasks.fetched_model import link_model_folder
+from tasks.links import link_of
+from tasks.runs.run import Run
 from tests.batches import random_batch, rows_of
 from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
+from tests.in_process import without_ray
+from tests.processes import wait_until
 from tests.ranks import run_ranks
+from tests.recorded_runs import Outcome, produce, small_config
 from tests.sent_weights import sent_weights
 from tests.tiny_models import build_tiny
+from tests.trainings import World, config_of
 
 LORA = {"rank": 4, "alpha": 12}
 KL = {"place": "loss", "coefficient": 0.5}
@@ -344,3 +366,67 @@ def test_an_adapter_without_its_base_is_named(trained: Trained, tmp_path: Path) 
         shutil.rmtree(trained.model, ignore_errors=True)
         hidden.rename(trained.model)
     assert not (tmp_path / "none").exists()
+
+
+def test_an_adapter_as_model_path_is_opened_on_its_base(trained: Trained, tmp_path: Path) -> None:
+    merge_checkpoint([trained.output], tmp_path / "merged")
+    adapter = ModelConfig(path=str(tmp_path / "merged" / ADAPTER_FOLDER))
+    (tmp_path / "fetched").mkdir()
+    link_model_folder(adapter, tmp_path / "fetched")
+    fetched = AutoModelForCausalLM.from_pretrained(tmp_path / "fetched")
+    expected = trained.log_probs[: len(_first_log_probs(fetched))]
+    torch.testing.assert_close(_first_log_probs(fetched), expected, rtol=0, atol=1e-5)
+
+
+def test_the_chain_merges_adapters_in_the_recipes_precision(
+    trained: Trained, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path / "store", "train.lora.rank=4", "merge.dtype=bfloat16")
+
+    def build(folder: Path) -> dict[str, Any]:
+        shutil.copytree(trained.output, folder, dirs_exist_ok=True)
+        return {}
+
+    with Run.start(config, "merge-checkpoint") as run:
+        made = produce(run, Outcome(), ("prepare_data", "fetch_model"))
+        key = link_of(config, "train_policy").key(*made.values())
+        training = run.produce("train_policy", key, build)
+        folder = Path(chain.merge_checkpoint.fn(run, training).result().path)
+    manifest = json.loads((folder / MERGE_MANIFEST).read_text())
+    assert {tensor["dtype"] for tensor in manifest["tensors"].values()} == {"bfloat16"}
+    assert 0 < manifest["rounding_error"] < 1
+    adapter = load_file(folder / ADAPTER_FOLDER / ADAPTER_FILE)
+    assert {each.dtype for each in adapter.values()} == {torch.float32}
+
+
+def _train(output: Path, world: World) -> None:
+    sections: dict[str, Any] = {
+        "algorithm": {"kl": KL},
+        "rollout": {"temperature": 0.9},
+        "train": {"total_steps": 6, "num_ranks": 1, "lora": {**LORA, "dropout": 0.1}},
+    }
+    with without_ray():
+        train(config_of(**sections), world.data, world.model, output)
+
+
+def test_a_killed_training_of_adapters_ends_with_the_same_bits(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All roles are killed; it continues from adapters alone, their moments and the dropout."""
+    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
+    crash = importlib.import_module("crash")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=(killed, world))
+    process.start()
+    metrics = killed / METRICS_FILE
+    wait_until(lambda: metrics.exists() and len(read_json_lines(metrics)) > 1, "two steps")
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    for output in (killed, whole):
+        _train(output, world)
+    assert crash.differences(whole, killed) == []
+    tensors = crash.read_tensors(killed / "checkpoints" / "step_000006")
+    saved = [name for name in tensors if name.startswith(("model.", "optimizer."))]
+    assert len(saved) > 50
+    assert all(".lora_" in name for name in saved)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_core.engines.vllm_warnings import EXPECTED_WARNINGS
@@ -27,7 +28,7 @@ from tasks.processes import supervisor
 from tasks.serve_model.command import served_name
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
-from tests.tiny_models import build_tiny_qwen3
+from tests.tiny_models import build_adapter, build_tiny_qwen3
 
 SETTINGS = ServeConfig(
     dtype="float32",
@@ -230,6 +231,26 @@ def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> 
         }
         assert row["response"] == options[expected.index(max(expected))]
     assert summary.accuracy == sum(row["response"] == options[0] for row in rows) / 2
+
+
+def test_an_adapter_is_served_with_its_weights(tmp_path: Path) -> None:
+    base = build_tiny_qwen3(tmp_path / "model", seed=9)
+    adapter = build_adapter(tmp_path / "adapter", base, "q_proj", "down_proj")
+    ids = [5, 6, 7, 40, 90, 200, 31, 8, 250, 17, 17, 64]
+    with serve_model(adapter, SETTINGS, tmp_path / "serve.log", name="policy-1") as server:
+        serving = Serving(server, base, tmp_path / "serve.log", {}, set())
+        choice = completion(serving, prompt=ids, max_tokens=1, prompt_logprobs=0, temperature=0)
+    served = torch.tensor(
+        [choice["prompt_logprobs"][n][str(token)]["logprob"] for n, token in enumerate(ids) if n]
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(model, adapter)(torch.tensor([ids])).logits[0, :-1]
+    chosen = torch.tensor(ids[1:]).unsqueeze(-1)
+    expected = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
+    torch.testing.assert_close(served, expected, rtol=0, atol=1e-3)
+    without = policy_log_probs(serving, ids).gather(-1, chosen).squeeze(-1)
+    assert (served - without).abs().max() > 0.1
 
 
 def test_a_server_that_cannot_load_the_model_quotes_vllms_reason(tmp_path: Path) -> None:

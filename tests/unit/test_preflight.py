@@ -29,7 +29,7 @@ from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
 from tasks.preflight.model import turn_end
 from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
-from tests.tiny_models import build_tiny, tiny_tokenizer
+from tests.tiny_models import build_adapter, build_tiny, tiny_tokenizer
 
 Alter = Callable[[Path], object]
 LENGTHS: dict[str, dict[str, Any]] = {
@@ -380,6 +380,24 @@ def test_training_refuses_a_folder_in_the_words_of_the_preflight(
     [finding] = found(config, FAIL)
     with pytest.raises(ModelError, match=f"^{re.escape(finding.found)}$"):
         train(config, tmp_path / "train.parquet", folder, tmp_path / "output")
+
+
+def test_an_adapter_is_checked_on_its_base_and_a_missing_base_is_named(
+    tmp_path: Path, model: Path
+) -> None:
+    base = shutil.copytree(model, tmp_path / "base")
+    config = recipe(tmp_path, build_adapter(tmp_path / "adapter", base, "q_proj"))
+    assert found(config, FAIL) == []
+    base.rename(tmp_path / "moved")
+    (failure,) = found(config, FAIL)
+    assert failure.check == "model"
+    assert re.search(rf"adapter of the model {base}, but .* no such folder; name", str(failure))
+    shutil.copytree(model, base)
+    tensors = load_file(base / SINGLE_FILE)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, base / SINGLE_FILE, {"format": "pt"})
+    (failure,) = found(config, FAIL)
+    assert "was trained on another model than the one in" in str(failure)
 
 
 def test_a_second_copy_of_the_weights_is_not_counted(tmp_path: Path, model: Path) -> None:

@@ -31,7 +31,7 @@ from tasks.serve_model.command import (
     vllm_device,
 )
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
-from tests.tiny_models import build_tiny_qwen3
+from tests.tiny_models import build_adapter, build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -81,6 +81,41 @@ def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
     assert not any("memory" in word for word in words)
     words = serve_command("m", ServeConfig(memory_gigabytes=0.5), 1)
     assert words[-2:] == ["--kv-cache-memory-bytes", "536870912"]  # 0.5 GiB = 2^29 bytes
+
+
+def test_an_adapter_is_served_on_its_base(tmp_path: Path) -> None:
+    """Whatever peft's file says of its modules, which may be a regular expression."""
+    base = build_tiny_qwen3(tmp_path / "model", seed=1)
+    adapter = build_adapter(tmp_path / "adapter", base, "v_proj", "q_proj")
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": ".*[qv]_proj"}))
+    require_servable(adapter, ServeConfig(max_model_len=64), {})
+    words = shlex.join(serve_command(adapter, ServeConfig(extra_args=("--seed", "3")), 8000))
+    assert f"vllm_command serve {base} --served-model-name policy-base --host" in words
+    assert words.endswith(
+        f" --enable-lora --lora-modules policy={adapter} --max-lora-rank 8 "
+        "--lora-target-modules q_proj v_proj --seed 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, r"more than plain LoRA \(use_dora=True\)"),
+        ({"peft_type": "IA3"}, r"more than plain LoRA \(peft_type=IA3\)"),
+        ({"bias": "all"}, r"more than plain LoRA \(bias=all\)"),
+        ({"r": 0.5}, "cannot be used"),
+        ({"base_model_name_or_path": "gone"}, "adapter of the model gone, but this machine has no"),
+    ],
+)
+def test_an_adapter_that_would_be_served_wrongly_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    base = build_tiny_qwen3(tmp_path / "model", seed=1)
+    path = build_adapter(tmp_path / "adapter", base, "q_proj") / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=message):
+        require_servable(path.parent, ServeConfig(), {})
 
 
 @pytest.mark.parametrize(("kind", "added"), [("cpu", 3), ("cuda", 0)])
