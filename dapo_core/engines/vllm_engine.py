@@ -293,7 +293,11 @@ def _start(
 
     from dapo_core.weights import vllm_transfer
 
-    replaced = vllm_transfer.settings() if settings.lora is None else _for_adapters(settings.lora)
+    replaced = vllm_transfer.settings()
+    if (lora := settings.lora) is not None:
+        # without targets, vLLM also wraps the head, which then fails on prompt log-probs
+        replaced = {"enable_lora": True, "max_lora_rank": vllm_rank(lora)}
+        replaced["lora_target_modules"] = [*lora.targets]
     parts: Any = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
@@ -325,13 +329,6 @@ def _start(
     # Each reload warns about modules without weights; check_weights reports missing ones.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
-
-
-def _for_adapters(lora: LoraConfig) -> dict[str, Any]:
-    """Return the EngineArgs for one adapter at a time."""
-    counts = {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": vllm_rank(lora)}
-    # Without targets vLLM also wraps the output head, which then fails on prompt log-probs.
-    return {"enable_lora": True, "lora_target_modules": [*lora.targets], **counts}
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:

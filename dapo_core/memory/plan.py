@@ -42,8 +42,8 @@ MERGED = 4  # bytes per parameter of a merged model, at most
 ADVICE = (
     "from cheap to dear: lower train.logits_chunk_tokens, train.micro_batch_tokens or "
     "rollout.max_num_seqs; change rollout.memory_utilization (on a CPU memory_gigabytes); set "
-    "train.gradient_checkpointing or train.offload_*; raise train.sequence_parallel or "
-    "rollout.tensor_parallel; use more devices"
+    "train.gradient_checkpointing, train.offload_* or train.placement=colocated; raise "
+    "train.sequence_parallel or rollout.tensor_parallel; use more devices"
 )
 MEGATRON_ADVICE = "; or raise Megatron's parallel sizes in external.overrides"
 

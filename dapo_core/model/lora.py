@@ -246,7 +246,9 @@ def read_adapter(
         base = base or Path(values["base_model_name_or_path"])
     except (KeyError, ValueError, TypeError) as error:
         raise ModelError(f"{path} cannot be used: {error!r}") from error
-    way_on = f"name its folder in {path} (base_model_name_or_path), or pass it to dapo merge --base"
+    way_on = "pass its folder to dapo merge --base"
+    if modules:  # else a checkpoint, whose files must not change
+        way_on = f"name its folder in {path} (base_model_name_or_path)"
     if not base.is_dir():
         raise ModelError(
             f"{folder} is an adapter of the model {base}, but this machine has no such folder; "

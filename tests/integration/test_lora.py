@@ -28,6 +28,7 @@ from dapo_core.merge.run import merge_checkpoint
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST, SINGLE_FILE, model_fingerprint
 from dapo_core.model.lora import (
+    ADAPTER_CONFIG,
     ADAPTER_FILE,
     ADAPTER_FOLDER,
     add_adapters,
@@ -350,14 +351,15 @@ def test_an_adapter_without_its_base_is_named(trained: Trained, tmp_path: Path) 
     merged = model_fingerprint(tmp_path / "merged")
     hidden = trained.model.rename(trained.model.with_name("elsewhere"))
     try:
-        for source, error in ((trained.output, CheckpointError), (adapter, ModelError)):
-            with pytest.raises(
-                error, match=r"an adapter of the model \S+/model, but this .*--base"
-            ):
+        for source, error, way_on in (
+            (trained.output, CheckpointError, "pass its folder to dapo merge --base"),
+            (adapter, ModelError, rf"name its folder in {adapter / ADAPTER_CONFIG} \(base_model"),
+        ):
+            missing = r"is an adapter of the model \S+/model, but this machine has no such folder; "
+            with pytest.raises(error, match=missing + way_on):
                 merge_checkpoint([source], tmp_path / "none")
-        for number, source in enumerate((trained.output, adapter)):
-            merge_checkpoint([source], tmp_path / f"moved{number}", base=hidden)
-            assert model_fingerprint(tmp_path / f"moved{number}") == merged
+            merge_checkpoint([source], tmp_path / error.__name__, base=hidden)
+            assert model_fingerprint(tmp_path / error.__name__) == merged
         build_tiny(trained.model, "qwen3", seed=4)
         for source, error in ((trained.output, CheckpointError), (adapter, ModelError)):
             with pytest.raises(error, match="was trained on another model than the one in"):
