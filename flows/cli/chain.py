@@ -307,17 +307,20 @@ def plan(
     calibrated by the newest run with the same run.name, and the whole run. They can be combined.
     """
     from flows.config import load_config
-    from flows.tables import print_findings, print_json, print_plan, print_trainer
-    from tasks.preflight.finding import WARN, count_checks
-    from tasks.preflight.machine import OF_ANOTHER_MACHINE
-    from tasks.preflight.run import examine
-    from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
     if is_memory or is_time:
         return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
     if gigabytes is not None:
         raise typer.BadParameter("needs --memory or --time", param_hint="--device-gigabytes")
+
+    # these take seconds to import
+    from flows.tables import print_findings, print_json, print_plan, print_trainer
+    from tasks.preflight.finding import WARN, count_checks
+    from tasks.preflight.machine import OF_ANOTHER_MACHINE
+    from tasks.preflight.run import examine
+    from tasks.runs.plan import plan_chain
+
     findings = examine(settings, is_smoke)
     is_other = settings.train.backend != "own"
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
