@@ -28,12 +28,12 @@ ADVICE = (
 )
 
 
-# The order of `dapo --help`. The chain runs prepare-data and fetch-model; they are listed nowhere.
+# The order of `dapo --help`. Not listed: prepare-data, fetch-model and track, which the chain runs.
 GROUPS = {
     "Chain": ("init", "import-config", "config", "plan", "run", "stage", "runs", "export"),
     "Data and models": ("datasets", "train", "merge", "serve"),
-    "Evaluation": ("eval", "grade", "compare"),
-    "Operation": ("up", "down", "doctor", "cluster", "track"),
+    "Evaluation": ("eval", "grade", "compare", "accept"),
+    "Operation": ("up", "down", "doctor", "cluster"),
 }
 
 
