@@ -311,9 +311,7 @@ def plan(
         return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
     if gigabytes is not None:
         raise typer.BadParameter("needs --memory or --time", param_hint="--device-gigabytes")
-
-    # these take seconds to import
-    from flows.tables import print_findings, print_json, print_plan, print_trainer
+    from flows.tables import print_findings, print_json, print_plan, print_trainer  # slow imports
     from tasks.preflight.finding import WARN, count_checks
     from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
