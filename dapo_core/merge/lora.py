@@ -49,7 +49,8 @@ class _Merged:
 
     def read(self) -> Iterator[memoryview]:
         """Yield all values in float32."""
-        yield memoryview(self.source.merged(self.name).numpy()).cast("B")
+        values: Any = self.source.merged(self.name).numpy()
+        yield memoryview(values).cast("B")
 
 
 class LoraSource:

@@ -40,6 +40,7 @@ from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
 from tasks import chain
+from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.config import ModelConfig
 from tasks.fetched_model import link_model_folder
@@ -86,10 +87,12 @@ def _batch() -> Batch:
 
 def _whole(policy: Policy) -> dict[str, torch.Tensor]:
     """Return copies of the adapters and their moments."""
-    values = {n: each for n, each in policy.model.named_parameters() if each.requires_grad}
+    values: dict[str, Any] = {
+        name: each for name, each in policy.model.named_parameters() if each.requires_grad
+    }
     for name, parameter in list(values.items()):
         values[f"{name} m"] = policy.optimizer.state[parameter]["exp_avg"]
-    return {n: each.full_tensor().detach().clone() for n, each in values.items()}  # type: ignore[operator]
+    return {n: each.full_tensor().detach().clone() for n, each in values.items()}
 
 
 def _two_updates(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
@@ -132,7 +135,9 @@ def _plain_log_probs(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(config.model.path), dtype=torch.float32
+    ).train()
     before = _plain_log_probs(model, batch).detach()
     sizes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     add_adapters(model, sizes, config.train.lora, on_meta=False)
@@ -141,6 +146,7 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
     for name, parameter in adapters.items():
         parameter.data = first_values(name, parameter.shape, generator)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, weight_decay=0.1)
+    assert batch.old_log_probs is not None
     norms, totals = [], LossTotals.of(batch)
     for _ in range(2):
         tokens = LossTokens(
@@ -393,7 +399,9 @@ def test_the_chain_merges_adapters_in_the_recipes_precision(
         made = produce(run, Outcome(), ("prepare_data", "fetch_model"))
         key = link_of(config, "train_policy").key(*made.values())
         training = run.produce("train_policy", key, build)
-        folder = Path(chain.merge_checkpoint.fn(run, training).result().path)
+        merged = chain.merge_checkpoint.fn(run, training).result()
+    assert isinstance(merged, Artifact)
+    folder = Path(merged.path)
     manifest = json.loads((folder / MERGE_MANIFEST).read_text())
     assert {tensor["dtype"] for tensor in manifest["tensors"].values()} == {"bfloat16"}
     assert 0 < manifest["rounding_error"] < 1
