@@ -70,12 +70,12 @@ class LoraSource:
         self._adapter, self._parameters, self._description = adapter, tensors, description
         self._base = HuggingFaceSource(adapter.base)
         self.tensors = dict(self._base.tensors)
-        self._adapted = {name for name in self.tensors if set(adapter_names(name)) <= set(tensors)}
-        if 2 * len(self._adapted) != len(tensors):
+        self._adapted = {name for name in self.tensors if self._fits(name)}
+        if not 0 < 2 * len(self._adapted) == len(tensors):
             raise CheckpointError(
-                f"{self.label} has adapters for {len(tensors) // 2} weights, but its base model "
-                f"{adapter.base} has {len(self._adapted)} of them; merge it with the model that "
-                "it was trained on"
+                f"{self.label} has {len(tensors)} tensors, of which {2 * len(self._adapted)} fit "
+                f"{adapter.base} as adapters of rank {adapter.lora.rank}; merge it with the model "
+                f"that it was trained on, and with its own {ADAPTER_CONFIG}"
             )
         for name in self._adapted:
             self.tensors[name] = StoredTensor(self.tensors[name].shape, torch.float32)
@@ -123,6 +123,11 @@ class LoraSource:
         lora, base = self._adapter.lora, self._adapter.base
         named = {adapter_name(name): tensor for name, tensor in self._parameters.items()}
         write_adapter(folder, named, lora, base, model_fingerprint(base))
+
+    def _fits(self, name: str) -> bool:
+        shape, rank = self.tensors[name].shape, self._adapter.lora.rank
+        found = [self._parameters[each] for each in adapter_names(name) if each in self._parameters]
+        return [tuple(e.shape) for e in found] == [(rank, *shape[1:]), (*shape[:1], rank)]
 
     def _update(self, name: str) -> torch.Tensor:
         first, second = (self._parameters[each].float() for each in adapter_names(name))

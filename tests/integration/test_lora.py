@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dapo_core.algorithm.balance import split_batch
@@ -54,7 +54,7 @@ from tests.processes import wait_until
 from tests.ranks import run_ranks
 from tests.recorded_runs import Outcome, produce, small_config
 from tests.sent_weights import sent_weights
-from tests.tiny_models import build_tiny
+from tests.tiny_models import build_adapter, build_tiny
 from tests.trainings import World, config_of
 
 LORA = {"rank": 4, "alpha": 12}
@@ -374,6 +374,21 @@ def test_an_adapter_without_its_base_is_named(trained: Trained, tmp_path: Path) 
         shutil.rmtree(trained.model, ignore_errors=True)
         hidden.rename(trained.model)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("rank", "num_left", "fit"), [(4, 8, 0), (2, 7, 6), (2, 0, 0)])
+def test_an_adapter_that_does_not_fit_its_base_is_refused(
+    trained: Trained, tmp_path: Path, rank: int, num_left: int, fit: int
+) -> None:
+    """Another rank would scale it wrongly; missing tensors would leave weights as they are."""
+    adapter = build_adapter(tmp_path / "adapter", trained.model, "q_proj", "down_proj")
+    config = adapter / ADAPTER_CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": rank}))
+    tensors = load_file(adapter / ADAPTER_FILE)
+    save_file(dict(list(tensors.items())[:num_left]), adapter / ADAPTER_FILE)
+    fault = rf"has {num_left} tensors, of which {fit} fit {trained.model} as .* rank {rank}; merge"
+    with pytest.raises(CheckpointError, match=fault):
+        merge_checkpoint([adapter], tmp_path / "none")
 
 
 def test_an_adapter_as_model_path_is_opened_on_its_base(trained: Trained, tmp_path: Path) -> None:
