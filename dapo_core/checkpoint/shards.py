@@ -363,7 +363,7 @@ def _written_bytes(tensor: torch.Tensor) -> int:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank is part of the mesh"
     is_copy = any(
-        place and not placement.is_shard()
+        place and placement.is_replicate()
         for place, placement in zip(coordinate, tensor.placements, strict=True)
     )
     return 0 if is_copy else tensor.to_local().nbytes

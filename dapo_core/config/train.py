@@ -85,6 +85,9 @@ class TrainConfig(Section):
     fsdp_size: int | None = volatile(
         None, "Ranks over which one copy of the weights is sharded (HSDP); unset: all ranks.", ge=1
     )
+    expert_parallel: int = volatile(
+        1, "Ranks that divide the experts of each layer; tokens travel to them.", ge=1, le=1024
+    )
     threads_per_rank: int = volatile(1, "CPU threads per rank.", ge=1, le=1024)
     micro_batch_tokens: int = volatile(32768, "Maximum tokens per device in one micro-batch.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens per chunk of logits; bounds memory.", ge=1)
@@ -251,11 +254,29 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> TrainConfig:
-        for name in ("sequence_parallel", "fsdp_size"):
+        for name in ("sequence_parallel", "expert_parallel", "fsdp_size"):
             size = getattr(self, name) or 1
             if self.num_ranks % size:
                 raise ValueError(
                     f"train.num_ranks={self.num_ranks} is not a multiple of train.{name}={size}; "
+                    "change one of the two"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_divided(self) -> TrainConfig:
+        if self.expert_parallel == 1:
+            return self
+        others = {
+            f"train.backend={self.backend}": self.backend != "own",
+            f"train.lora.rank={self.lora.rank}": bool(self.lora.rank),
+            "train.compile=true": self.compile,
+            f"train.fsdp_size={self.fsdp_size}": self.fsdp_size not in (None, self.num_ranks),
+        }
+        for setting, is_set in others.items():
+            if is_set:
+                raise ValueError(
+                    f"train.expert_parallel={self.expert_parallel} does not work with {setting}; "
                     "change one of the two"
                 )
         return self

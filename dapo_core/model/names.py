@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
 
@@ -63,6 +63,16 @@ def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
         for expert in range(shape[0])
         for number, part in enumerate(parts)
     ]
+
+
+def expert_modules(causal_lm: nn.Module) -> list[Any]:
+    """Return the modules whose parameters hold all experts of a layer."""
+    names = {
+        name.rpartition(".")[0]
+        for name, parameter in causal_lm.named_parameters()
+        if expert_pieces(name, parameter.shape)
+    }
+    return [causal_lm.get_submodule(name) for name in sorted(names)]
 
 
 def match_files(

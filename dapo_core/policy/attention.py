@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import device_for
+from dapo_core.policy.all_to_all import all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -174,27 +175,17 @@ def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All heads of its tokens, [N / sp, H, D] -> all tokens of its heads, [N, H / sp, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
-    return _AllToAll.apply(blocks, group).flatten(0, 1)
+    return _exchange(blocks, group).flatten(0, 1)
 
 
 def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All tokens of its heads, [N, H / sp, D] -> all heads of its tokens, [N / sp, H, D]."""
     num_ranks = dist.get_world_size(group)
-    blocks = _AllToAll.apply(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
+    blocks = _exchange(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all with autograd: block i goes to rank i; gradients travel back the same way."""
-
-    @staticmethod
-    def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        context.group = group
-        blocks = blocks.contiguous()
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks, group=group)
-        return received
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradients[0], context.group), None
+def _exchange(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Send block i to rank i."""
+    one_each = [1] * len(blocks)
+    return all_to_all(blocks, one_each, one_each, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from dapo_core.model.lora import base_name, first_values, is_adapter
 from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import first_row, local_part
 from dapo_core.model.tensors import OTHER_MODEL, weight_files
+from dapo_core.policy.experts import split_experts
 from dapo_core.policy.kernels import install_kernels
 from dapo_core.policy.requirements import trainable_model
 
@@ -46,7 +48,8 @@ def load_sharded(
 ) -> nn.Module:
     """Load the folder's model under FSDP2, inside `wrap`, which stores it as `causal_lm`.
 
-    Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32
+    Each decoder layer is an FSDP unit; the wrapper is the root. Under train.expert_parallel, so are
+    the experts of a layer. A trainable model has float32
     master weights and computes in `train.dtype`; others are stored in that dtype, and so are the
     frozen weights under train.lora, whose adapters are the float32 master weights. Collective.
     Raises ModelError like trainable_model.
@@ -54,8 +57,8 @@ def load_sharded(
     dtype = device.resolve_dtype(train.dtype)
     lora = train.lora if trainable and train.lora.rank else None
     stored = torch.float32 if trainable and lora is None else dtype
-    parallel = train.sequence_parallel
-    causal_lm = trainable_model(model_path, parallel, stored, trust_remote_code, lora)
+    parallel = train.sequence_parallel, train.expert_parallel
+    causal_lm = trainable_model(model_path, *parallel, stored, trust_remote_code, lora)
     install_kernels(causal_lm, train.fused_kernels, device)
     layers = decoder_layers(causal_lm)
     model = wrap(causal_lm).train(trainable)
@@ -70,18 +73,39 @@ def load_sharded(
             layer.forward = torch.compile(layer.forward, dynamic=True)
     computed = dtype if trainable and dtype != torch.float32 else None
     precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
-    on_host = CPUOffloadPolicy(pin_memory=device.has_own_memory)
-    options: Any = {
-        "mesh": _mesh(device, train),
-        "mp_policy": precision,
-        "offload_policy": on_host if train.offload_shards else OffloadPolicy(),
-    }
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=train.reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # its backward pass follows at once
+    _shard(model, layers, train, device, precision)
     _materialise(model, HOST if train.offload_shards else device.torch_device())
     _fill(causal_lm, weight_files(model_path), seed)
     return model
+
+
+def _shard(
+    model: nn.Module,
+    layers: list[nn.Module],
+    train: TrainConfig,
+    device: Device,
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Shard the root, each layer and, under expert parallelism, the experts of each layer."""
+    on_host = CPUOffloadPolicy(pin_memory=device.has_own_memory)
+    offload = on_host if train.offload_shards else OffloadPolicy()
+    free = train.reshard_after_forward
+    if train.expert_parallel > 1:
+        shape = (torch.distributed.get_world_size() // train.expert_parallel, train.expert_parallel)
+        mesh = init_device_mesh(device.kind, shape, mesh_dim_names=("shard", "expert"))
+        uncast = replace(precision, cast_forward_inputs=False)  # keeps the routers' precision
+        for experts in split_experts(model.causal_lm, mesh["expert"]):
+            fully_shard(
+                experts,
+                mesh=mesh["shard"],
+                reshard_after_forward=free,
+                mp_policy=uncast,
+                offload_policy=offload,
+            )
+    options: Any = {"mesh": _mesh(device, train), "mp_policy": precision, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=free, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # its backward pass follows at once
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

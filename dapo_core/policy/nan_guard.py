@@ -65,7 +65,10 @@ class _Watch:
             for tensor in _tensors(output):
                 if not _is_finite(tensor):
                     weights = module.named_parameters(recurse=False)
-                    part = next((key for key, one in weights if not _is_finite(one)), "the output")
+                    part = next(
+                        (key for key, one in weights if not _is_finite(local_part(one))),
+                        "the output",
+                    )
                     self.faults.append(Fault(0, f"{part} of {name}"))
                 elif tensor.requires_grad:
                     backward = self._backward(name, is_reader=False)

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from dapo_core.machine.device import device_for
+from dapo_core.model.sharding import local_part
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
@@ -28,6 +30,22 @@ def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim
         weight_decay=train.weight_decay,
         foreach=device_for(train.device).has_own_memory,
     )
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, num_copies: int) -> float:
+    """Clip the gradients to a global norm; returns the norm before. Collective.
+
+    Each of `num_copies` groups of ranks holds all gradients. torch's clip_grad_norm_ needs all
+    parameters on one mesh; experts may have their own.
+    """
+    gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
+    square = get_total_norm(gradients).square()
+    torch.distributed.all_reduce(square)
+    norm = (square / num_copies).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm.item()
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -32,7 +32,7 @@ from dapo_core.policy.log_probs import load_token_log_probs
 from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
 from dapo_core.policy.nan_guard import MAX_SEARCHES, find_fault
 from dapo_core.policy.offload import Offloader
-from dapo_core.policy.optimizer import adamw, learning_rate
+from dapo_core.policy.optimizer import adamw, clip_gradients, learning_rate
 from dapo_core.policy.packing import StatsBuffer, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.routing import Routing
@@ -145,8 +145,8 @@ class Policy(Profiled):
             for loss in self._losses(share, totals, buffer, parts):
                 with record_function("backward"):
                     loss.backward()
-        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
-        grad_norm = norm.full_tensor().item()
+        num_copies = self.train.num_ranks // (self.train.fsdp_size or self.train.num_ranks)
+        grad_norm = clip_gradients(self.model.parameters(), self.train.max_grad_norm, num_copies)
         is_skipped = not math.isfinite(grad_norm)
         self.offloader.transfers.join()  # moments may still be copying until here
         if not is_skipped:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.model.lora import add_adapters
+from dapo_core.model.names import expert_modules
 from dapo_core.model.pretrained import empty_causal_lm, load_model_config
 from dapo_core.model.tensors import require_original_weights, require_same_tensors
 
@@ -35,6 +36,7 @@ _AFTER_HEAD = (  # settings that modify logits after the output head
 def trainable_model(
     model_path: str | Path,
     sequence_parallel: int,
+    expert_parallel: int,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
@@ -48,6 +50,7 @@ def trainable_model(
     require_architecture(load_model_config(model_path, trust_remote_code), sequence_parallel)
     model = empty_causal_lm(model_path, dtype, trust_remote_code)
     require_same_tensors(model_path, model, headers)
+    _require_even_experts(model, expert_parallel)
     if lora is not None and lora.rank:
         shapes = {name: header.shape for name, header in headers.items()}
         add_adapters(model, shapes, lora, on_meta=True)
@@ -59,7 +62,8 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
     train, trusted = config.train, config.model.trust_remote_code
     for path in paths:
         if path is not None:
-            model = trainable_model(path, train.sequence_parallel, None, trusted, train.lora)
+            parallel = train.sequence_parallel, train.expert_parallel
+            model = trainable_model(path, *parallel, None, trusted, train.lora)
             require_routers(model, config.algorithm)
 
 
@@ -136,6 +140,26 @@ def require_architecture(model_config: PretrainedConfig, sequence_parallel: int)
             f"evenly over train.sequence_parallel={sequence_parallel} ranks; lower "
             "train.sequence_parallel"
         )
+
+
+def _require_even_experts(model: nn.Module, expert_parallel: int) -> None:
+    """Raise ModelError unless the experts of every layer divide evenly over the ranks."""
+    if expert_parallel == 1:
+        return
+    name = model.config.model_type  # type: ignore[union-attr]
+    modules = expert_modules(model)
+    if not modules:
+        raise ModelError(
+            f"train.expert_parallel={expert_parallel}, but {name} has no experts that can be "
+            "divided over ranks; set train.expert_parallel=1"
+        )
+    for count in {len(experts.gate_up_proj) for experts in modules}:
+        if count % expert_parallel:
+            divisors = [size for size in range(1, count + 1) if count % size == 0]
+            raise ModelError(
+                f"{name} has {count} experts in a layer, which do not divide evenly over "
+                f"train.expert_parallel={expert_parallel} ranks; use one of {divisors}"
+            )
 
 
 def require_averages(device: torch.device) -> None:

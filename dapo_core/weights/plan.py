@@ -19,7 +19,7 @@ class PlannedTensor:
 
     name: str  # in the model's files
     shape: tuple[int, ...]
-    shard_rows: int  # rows per rank; each rank's part has a checksum
+    shard_rows: tuple[int, ...]  # of each rank's part, which has a checksum
     offset: int = 0  # of the first element in the bucket
 
     @property

@@ -34,7 +34,7 @@ class Loaded:
 
 def checksums(tensor: torch.Tensor, planned: PlannedTensor) -> tuple[int, ...]:
     """Return a checksum for each rank's part of the tensor."""
-    return tuple(map(checksum, tensor.split(planned.shard_rows)))
+    return tuple(map(checksum, tensor.split([*planned.shard_rows])))
 
 
 def checksum(tensor: torch.Tensor) -> int:

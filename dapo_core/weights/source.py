@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.model.lora import adapter_name, adapter_names, base_name, is_adapter
 from dapo_core.model.names import FilePiece, file_pieces
-from dapo_core.model.sharding import first_row, shard_dim, shard_rows
+from dapo_core.model.sharding import Shard, first_row, shards_of
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
 from dapo_core.weights.proof import checksum
 
@@ -67,6 +68,7 @@ class WeightSource:
                 else file_pieces(base_name(name), parameter.shape, file_names)
             )
         }
+        self._shards = {name: shards_of(parameters[name]) for name, _ in self._pieces.values()}
         dtype = torch.float32 if sends_adapters else dtype
         self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
 
@@ -98,7 +100,7 @@ class WeightSource:
             name, piece = self._pieces[planned.name]
             row_numel = planned.numel // planned.shape[0]
             update = self._update(name, parameters)
-            for part in _parts(parameters[name], piece, planned):
+            for part in _parts(self._shards[name], piece, planned):
                 start = planned.offset + part.first_row * row_numel
                 stop = start + part.num_rows * row_numel
                 if part.rank == rank:
@@ -131,21 +133,19 @@ class WeightSource:
         for file_name, (name, piece) in self._pieces.items():
             parameter = parameters[name]
             shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
-            rows = shard_rows(parameter) if piece.expert is None else shape[0]
-            yield PlannedTensor(file_name, shape, rows)
+            rows = [shard.num_rows for shard in self._shards[name]]
+            is_expert = piece.expert is not None
+            yield PlannedTensor(file_name, shape, (shape[0],) if is_expert else tuple(rows))
 
 
-def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
-    """Yield the parts of the piece, on the ranks of rank 0's replica."""
-    size = shard_rows(parameter)
-    dim = shard_dim(parameter)
-    mesh = parameter.device_mesh.mesh.movedim(dim, -1)
-    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
+def _parts(shards: Sequence[Shard], piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
+    """Yield the parts of the piece; an expert's only one is on the rank that holds the expert."""
     if piece.expert is not None:
-        yield _Part(0, ranks[piece.expert // size], 0, planned.shape[0])
+        owner = shards[bisect_right(shards, piece.expert, key=lambda shard: shard.first_row) - 1]
+        yield _Part(0, owner.rank, 0, planned.shape[0])
         return
-    for number, start in enumerate(range(0, planned.shape[0], size)):
-        yield _Part(number, ranks[number], start, min(size, planned.shape[0] - start))
+    for number, shard in enumerate(shards):
+        yield _Part(number, shard.rank, shard.first_row, shard.num_rows)
 
 
 def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:

@@ -275,6 +275,53 @@ def _require_same_update(loaded: Loaded, saved: Saved, more_decay: float, is_exa
             assert torch.isclose(tensor, expected, rtol=0, atol=1e-5).float().mean() > 0.995, name
 
 
+def _continued(
+    rank: int, trains: list[dict[str, Any]], model_path: Path, folder: Path
+) -> list[tuple[dict[str, torch.Tensor], Update, dict[str, torch.Tensor], int]]:
+    """Return the state in a checkpoint, the next update, the state after it, and the bytes saved.
+
+    The first of the layouts updates twice and saves; the others load its checkpoint.
+    """
+    found = []
+    for train in trains:
+        policy = _policy(_config(model_path, torch.distributed.get_world_size(), **train))
+        if (folder / ".metadata").exists():
+            policy.load(str(folder))
+        else:
+            for _ in range(2):
+                _update(policy, rank)
+            policy.save(str(folder), asynchronous=False)
+        state = _whole(policy)
+        num_bytes = policy.checkpoint_bytes()
+        found.append((state, _update(policy, rank), _whole(policy), num_bytes))
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_a_training_continues_with_its_experts_divided_otherwise(
+    tmp_path: Path, is_divided: bool
+) -> None:
+    """On four ranks, FSDP2 splits three experts unevenly over two of them."""
+    path = build_tiny(tmp_path / "model", "qwen3_moe", seed=11, num_experts=6)
+    folder = tmp_path / "saved"
+    divided, whole = {"expert_parallel": 2}, {"expert_parallel": 1}
+    first, other = (divided, whole) if is_divided else (whole, divided)
+    ranks = run_ranks(4, _continued, [first, first, other], path, folder)
+    _require_size(folder, sum(rank[0][3] for rank in ranks), 4)
+    saved, same, changed = ranks[0]
+    elsewhere = run_ranks(3, _continued, [whole, {"expert_parallel": 3}], path, folder)[0]
+    for state, update, after, _ in (same, changed, *elsewhere):
+        assert all(torch.equal(state[name], tensor) for name, tensor in saved[0].items())
+        assert update.grad_norm == pytest.approx(saved[1].grad_norm, rel=1e-4)
+        for name, tensor in after.items():
+            if "exp_avg" in name:
+                error = (tensor - saved[2][name]).norm()
+                assert error <= 1e-5 * saved[2][name].norm(), name
+    assert same[1] == saved[1]
+    assert all(torch.equal(same[2][name], tensor) for name, tensor in saved[2].items())
+
+
 def _save_to_the_end(policy: Policy, folder: Path, asynchronous: bool) -> None:
     policy.save(str(folder), asynchronous)
     if asynchronous:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -419,8 +419,88 @@ def test_an_unsupported_model_is_refused_at_the_start(
     )[0]
     assert "qwen3 has 2 attention heads" in message
     assert "train.sequence_parallel=4" in message
+    divided = {"num_ranks": 2, "expert_parallel": 2}
+    message = run_ranks(2, _load, _config(models["qwen3"], divided))[0]
+    assert message.startswith("train.expert_parallel=2, but qwen3 has no experts")
+    message = run_ranks(2, _load, _config(models["qwen3_moe"], divided))[0]
+    assert "qwen3_moe has 5 experts in a layer" in message
+    assert "train.expert_parallel=2 ranks; use one of [1, 5]" in message
     (tmp_path / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())
     assert (
         "lacks weights (*.safetensors) and a tokenizer" in run_ranks(1, _load, _config(tmp_path))[0]
     )
     assert "does not exist; set model.path" in run_ranks(1, _load, _config(tmp_path / "nowhere"))[0]
+
+
+def _gradients(rank: int, configs: list[Config], batch: Batch) -> list[tuple[Any, ...]]:
+    """Return the weights to send, and an update's norm and whole gradients, by configuration."""
+    found = []
+    for config in configs:
+        train = config.train
+        policy = Policy(config.model.path or "", config)
+        sent = sent_weights(policy)
+        shares, _ = split_batch(batch, train.num_data_ranks, 45)
+        totals = LossTotals.of(batch, train.num_data_ranks)
+        norm = policy.update(shares[rank // train.sequence_parallel], totals).grad_norm
+        parameters = policy._causal_lm().named_parameters()
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters}
+        found.append((sent, norm, gradients))
+    return found
+
+
+def _without_routers(path: Path) -> Path:
+    """Zero the routers: experts are equally likely, and all tokens get the same ones."""
+    tensors = load_file(path / SINGLE_FILE)
+    zeroed = {name: each * (".mlp.gate." not in name) for name, each in tensors.items()}
+    save_file(zeroed, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def _with_fused_experts(path: Path) -> Path:
+    """Name the experts in the file as transformers does: one tensor holds those of a layer."""
+    tensors = load_file(path / SINGLE_FILE)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fused = {name: each for name, each in tensors.items() if ".experts." not in name}
+    fused |= {name: each for name, each in model.named_parameters() if ".experts." in name}
+    save_file(fused, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def _require_same_gradients(path: Path, trains: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Assert that the ranks' gradients are those of one process, which are returned."""
+    batch, files = _batch(), load_file(path / SINGLE_FILE)
+    plain = {"max_grad_norm": 1e9}  # clips nothing
+    _, expected_norm, expected = run_ranks(1, _gradients, [_config(path, plain)], batch)[0][0]
+    num_ranks = trains[0]["num_ranks"]
+    configs = [_config(path, plain | train) for train in trains]
+    for train, ranks in zip(
+        trains, zip(*run_ranks(num_ranks, _gradients, configs, batch), strict=True), strict=True
+    ):
+        sent, norm, gradients = ranks[0]
+        assert {rank[1] for rank in ranks} == {norm}
+        assert norm == pytest.approx(expected_norm, rel=1e-6)
+        for name, gradient in expected.items():
+            error = (gradients[name] - gradient).norm()
+            assert error <= 1e-6 * gradient.norm(), (name, train)
+        assert sent.keys() == files.keys()
+        assert all(torch.equal(sent[name], weight) for name, weight in files.items())
+    return expected
+
+
+@pytest.mark.parametrize(("num_ranks", "is_fused"), [(2, True), (4, False), (4, True)])
+def test_experts_divided_over_ranks_learn_like_those_of_one_process(
+    tmp_path: Path, num_ranks: int, is_fused: bool
+) -> None:
+    """On four ranks, FSDP2 splits three experts unevenly over two of them."""
+    path = build_tiny(tmp_path, "qwen3_moe", seed=3, num_experts=6)
+    path = _with_fused_experts(path) if is_fused else path
+    divided = {"num_ranks": num_ranks, "expert_parallel": 2}
+    _require_same_gradients(path, [divided, {**divided, "sequence_parallel": 2}])
+
+
+def test_a_rank_whose_experts_get_no_tokens_takes_part(tmp_path: Path) -> None:
+    path = _without_routers(build_tiny(tmp_path, "qwen3_moe", seed=3, num_experts=6))
+    divided = {"num_ranks": 2, "expert_parallel": 2}
+    expected = _require_same_gradients(path, [divided, {**divided, "sequence_parallel": 2}])
+    by_expert = expected["model.layers.1.mlp.experts.down_proj"].flatten(1).norm(dim=1)
+    assert not by_expert[:3].any() or not by_expert[3:].any()

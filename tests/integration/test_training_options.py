@@ -20,7 +20,9 @@ from durable import read_json_lines
 from flows.config import load_config
 from tests.in_process import without_ray
 from tests.metric_names import NAME_VALUE
+from tests.tiny_models import build_tiny
 from tests.trainings import World, config_of
+from tests.vllm_experts import runs_experts
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
@@ -42,11 +44,15 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
     """Train with the given keys, by section; returns the lines of metrics.jsonl. A single rank runs
     without Ray.
 
-    `scorer` is the source code for custom_reward.path, `name` the output folder.
+    `scorer` is the source code for custom_reward.path, `name` the output folder, `model` the
+    folder of another model.
     """
 
     def run(
-        scorer: str | None = None, name: str = "run", **changes: dict[str, Any]
+        scorer: str | None = None,
+        name: str = "run",
+        model: Path = world.model,
+        **changes: dict[str, Any],
     ) -> list[dict[str, float]]:
         changes["train"] = {"num_ranks": 1, "total_steps": 1, **changes.get("train", {})}
         is_single = changes["train"]["num_ranks"] == 1
@@ -56,7 +62,7 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
         with without_ray() if is_single else nullcontext():
-            train(config_of(**changes), world.data, world.model, tmp_path / name)
+            train(config_of(**changes), world.data, model, tmp_path / name)
         return read_json_lines(tmp_path / name / METRICS_FILE)
 
     return run
@@ -314,3 +320,21 @@ def test_a_skipped_step_advances_the_data_but_not_the_policy(start: Start, tmp_p
     checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert read_state(checkpoint).prompt_position == 6
+
+
+@runs_experts
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_engines_get_experts_that_are_divided_over_ranks(
+    start: Start, tmp_path: Path, engine: str
+) -> None:
+    """A resumed training divides them otherwise."""
+    model = build_tiny(tmp_path / "model", "qwen3_moe", num_experts=6)
+    parallel = {**ONE_UPDATE, "num_ranks": 2, "total_steps": 2, "expert_parallel": 2}
+    sections = {"rollout": {"engine": engine}, "checkpoint": {"save_every": 1}}
+    start(LENGTH_SCORER, model=model, train=parallel, **sections)
+    whole = {**parallel, "total_steps": 3, "expert_parallel": 1}
+    lines = start(LENGTH_SCORER, model=model, train=whole, **sections)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["actor/grad_norm"] > 0
+        assert line["weight_sync/probe_difference"] < 1e-4

@@ -119,6 +119,16 @@ def test_lists_of_texts_take_numbers_as_typed_and_a_single_text(recipe: Path) ->
 
 
 @pytest.mark.parametrize(
+    "other", ["lora.rank=4", "compile=true", "fsdp_size=2", "backend=verl", "num_ranks=3"]
+)
+def test_experts_are_not_divided_where_that_is_not_built(recipe: Path, other: str) -> None:
+    overrides = ["train.num_ranks=4", "train.expert_parallel=2", f"train.{other}"]
+    with pytest.raises(ConfigError, match=r"train\.expert_parallel=2") as raised:
+        load_config(recipe, overrides)
+    assert f"train.{other}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean"),

@@ -89,7 +89,7 @@ def test_incomparable_log_probs_are_skipped() -> None:
 
 
 def _planned(**sizes: int) -> list[PlannedTensor]:
-    return [PlannedTensor(name, (size,), 1) for name, size in sizes.items()]
+    return [PlannedTensor(name, (size,), (1,) * size) for name, size in sizes.items()]
 
 
 def _names(plan: WeightPlan) -> list[list[str]]:
@@ -132,7 +132,7 @@ def test_a_checksum_depends_on_every_bit_and_position() -> None:
 
 def test_a_checksum_covers_the_rows_of_one_rank() -> None:
     tensor = torch.arange(10.0).view(5, 2)
-    planned = PlannedTensor("a", (5, 2), shard_rows=2)  # three ranks: 2, 2 and 1 rows
+    planned = PlannedTensor("a", (5, 2), shard_rows=(2, 2, 1))  # three ranks: 2, 2 and 1 rows
     parts = [checksum(tensor[:2]), checksum(tensor[2:4]), checksum(tensor[4:])]
     assert checksums(tensor, planned) == tuple(parts)
     sent = [{"a": {2: parts[2]}}, {"a": {0: parts[0]}}, {"a": {1: parts[1]}, "b": {0: 7}}]
