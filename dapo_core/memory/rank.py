@@ -75,9 +75,11 @@ class _Rank:
         self.has_host_shards = train.offload_shards and device.has_own_memory
         self.has_grouped_attention = device.shares_key_heads and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
+        self.shards = shape.shards(self.num_shards, train.expert_parallel)
+        self.layer_sizes = shape.layer_sizes(train.expert_parallel)
         self.is_copied = counts_copies and device.backend == "gloo" and self.num_shards > 1
         # elements of each tensor's shard; adapters count as one tensor
-        self.trained = shape.shards(self.num_shards)
+        self.trained = self.shards
         self.frozen: list[int] = []
         self.has_adapters = train.lora.rank > 0
         if self.has_adapters:
@@ -99,8 +101,7 @@ class _Rank:
         return -(-sequences * longest // parts)
 
     def memory(self) -> RankMemory:
-        shape, item = self.shape, self.item
-        shard = shape.shard_parameters(self.num_shards)
+        item, shard = self.item, sum(self.shards)
         weights, gradients, copies, activations, logits = max(self._update_moments(shard), key=sum)
         scoring = max(self._scoring_moments(), key=sum)
         trained = sum(self.trained)
@@ -143,7 +144,7 @@ class _Rank:
     def _update_moments(self, shard: int) -> list[tuple[int, int, int, int, int]]:
         """Return (weights, gradients, gloo's copies, activations, logits) at possible peaks."""
         shape, item, tokens = self.shape, self.item, self.update_tokens
-        root, layer = shape.root_parameters, shape.largest_layer
+        root, layer = shape.root_parameters, max(self.layer_sizes)
         head = shape.vocabulary * shape.hidden
         layers = self._gathered_layers()
         chunk = self._chunk(tokens)
@@ -186,13 +187,12 @@ class _Rank:
     def _gathered_layers(self) -> int:
         """Return the bytes of gathered layers: one and the next one's buffer, or all."""
         if self.train.reshard_after_forward:
-            return self.shape.largest_layer * self.item + self._layer_buffer()
-        layers = self.shape.num_parameters - self.shape.root_parameters
-        return layers * self.item + self._layer_buffer()
+            return max(self.layer_sizes) * self.item + self._layer_buffer()
+        return sum(self.layer_sizes) * self.item + self._layer_buffer()
 
     def _layer_buffer(self) -> int:
         """Return the bytes of the next layer's buffer; none if the weights are not sharded."""
-        return self.shape.largest_layer * self.item if self.num_shards > 1 else 0
+        return max(self.layer_sizes) * self.item if self.num_shards > 1 else 0
 
     def _chunk(self, tokens: int) -> int:
         """Return the number of tokens whose logits are in memory at once."""

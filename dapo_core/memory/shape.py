@@ -55,7 +55,7 @@ class ModelShape:
     @property
     def largest_layer(self) -> int:
         """Number of parameters in the largest decoder layer."""
-        return max(count(layer) for layer in self.layers)
+        return max(self.layer_sizes())
 
     @property
     def largest_tensor(self) -> int:
@@ -74,13 +74,24 @@ class ModelShape:
         sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
         return lora.rank * len(self.layers) * sum(hidden + sizes.get(n, 0) for n in lora.targets)
 
-    def shard_parameters(self, num_shards: int) -> int:
-        """Return the elements of the largest shard: FSDP2 splits rows like torch.chunk."""
-        return sum(self.shards(num_shards))
+    def layer_sizes(self, expert_parallel: int = 1) -> list[int]:
+        """Return the parameters of each layer, with a rank's part of the experts."""
+        return [
+            sum(prod(shape) // _parts(shape, expert_parallel) for shape in layer)
+            for layer in self.layers
+        ]
 
-    def shards(self, num_shards: int) -> list[int]:
-        """Return the elements of each tensor's largest shard."""
-        return [-(-shape[0] // num_shards) * prod(shape[1:]) for shape in self._shapes]
+    def shards(self, num_shards: int, expert_parallel: int = 1) -> list[int]:
+        """Return the elements of each tensor's largest shard: FSDP2 splits rows like torch.chunk.
+
+        Experts are first divided over `expert_parallel` ranks, then each part over the others.
+        """
+        sizes = []
+        for shape in self._shapes:
+            parts = _parts(shape, expert_parallel)
+            rows = -(-(shape[0] // parts) // (num_shards // parts))
+            sizes.append(rows * prod(shape[1:]))
+        return sizes
 
     def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
         """Return the elements on an engine device in the largest pipeline stage.
@@ -100,6 +111,11 @@ class ModelShape:
         """Return the KV cache elements of one token on an engine device."""
         per_stage = -(-len(self.layers) // pipeline_parallel)
         return 2 * per_stage * self.head_dim * max(self.key_heads // tensor_parallel, 1)
+
+
+def _parts(shape: Shape, expert_parallel: int) -> int:
+    """Return the number of ranks that divide a tensor before FSDP2: only that of experts."""
+    return expert_parallel if len(shape) == 3 else 1
 
 
 def count(shapes: Iterable[Shape]) -> int:

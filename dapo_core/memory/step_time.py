@@ -209,7 +209,8 @@ def _pass_seconds(
     """Return the seconds of a pass over the step's tokens: computation or communication.
 
     Each micro-batch gathers the weights once for a forward pass; with a backward pass it gathers
-    them twice and reduces float32 gradients.
+    them twice and reduces float32 gradients. With expert parallelism, ranks gather only their own
+    experts.
     """
     train = config.train
     computing = flops / (train.num_ranks * rates.flops * TRAINING_SHARE)
@@ -219,7 +220,11 @@ def _pass_seconds(
     row = train.micro_batch_tokens * train.sequence_parallel
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = device_for(train.device).item_bytes(train.dtype)
-    sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
+    gathered = shape.root_parameters + sum(shape.layer_sizes(train.expert_parallel))
+    sent = num_micro * gathered * (2 * item + 4 if has_backward else item)
+    if train.expert_parallel > 1:  # tokens to their experts and back; a backward pass repeats it
+        width = 2 * shape.experts_per_token * shape.hidden * len(shape.layers)
+        sent += width * item * trained / train.num_ranks * (3 if has_backward else 1)
     # Data enters a node over all its devices' links; then each device receives all of it within the
     # node.
     speed = (

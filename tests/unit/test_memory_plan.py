@@ -66,7 +66,7 @@ def test_tensor_shapes_match_transformers(kind: str, is_tied: bool) -> None:
     parameters = list(model.parameters())
     assert shape.num_parameters == sum(parameter.numel() for parameter in parameters)
     # FSDP2 gives each of 5 ranks a chunk of the rows; the first chunk is the largest.
-    assert shape.shard_parameters(5) == sum(
+    assert sum(shape.shards(5)) == sum(
         torch.chunk(parameter, 5)[0].numel() for parameter in parameters
     )
 
@@ -134,6 +134,25 @@ def test_memory_keys_have_the_planned_effect() -> None:
     assert rank("train.fsdp_size=4").weights == 2 * plain.weights
 
 
+def test_ranks_that_divide_the_experts_gather_only_their_own() -> None:
+    """Qwen3-30B-A3B on 16 ranks: 128 experts with 3 x 2,048 x 768 parameters in a layer."""
+    shape = shape_of(PUBLISHED["Qwen3-30B-A3B"])
+    experts = 128 * 3 * 2048 * 768
+    # queries, keys, values, output; head norms and norms; router
+    others = 2 * 2048 * (4096 + 512) + 2 * (128 + 2048) + 128 * 2048
+    for parts in (1, 8, 16):
+        assert shape.layer_sizes(parts) == [others + experts // parts] * 48
+
+    def rank(expert_parallel: int) -> RankMemory:
+        layout = ("train.num_ranks=16", f"train.expert_parallel={expert_parallel}")
+        return rank_memory(recipe("dapo_qwen3_8b_math", *layout), shape)
+
+    whole, eight, sixteen = rank(1), rank(8), rank(16)
+    # 128 experts over 16 ranks, or 16 experts over 2: a rank holds 8 of them
+    assert whole.weights == eight.weights == sixteen.weights
+    assert whole.forward_weights > eight.forward_weights > sixteen.forward_weights
+
+
 def test_checkpoints_include_a_refreshed_reference() -> None:
     kept, fresh = (
         planned(recipe("grpo_qwen3_8b_math", f"algorithm.kl.refresh_every={every}"), "Qwen3-8B")
@@ -190,7 +209,7 @@ def test_offloaded_state_is_in_host_memory() -> None:
             if use.role == "rank"
         }
 
-    shard = 4 * shape_of(PUBLISHED["Qwen3-8B"]).shard_parameters(8)
+    shard = 4 * sum(shape_of(PUBLISHED["Qwen3-8B"]).shards(8))
     # Pinned memory is allocated in powers of two: 36 layers of 8 + 8 + 2 + 2 + 3 x 32 MiB with
     # 4,224 B of norms, twice 512 MiB (for 296.75) with 2,048 B.
     pinned = 36 * (116 * 1024**2 + 4224) + 1024**3 + 2048
