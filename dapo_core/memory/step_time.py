@@ -221,7 +221,7 @@ def _pass_seconds(
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = device_for(train.device).item_bytes(train.dtype)
     gathered = shape.root_parameters + sum(shape.layer_sizes(train.expert_parallel))
-    sent = num_micro * gathered * (2 * item + 4 if has_backward else item)
+    sent: float = num_micro * gathered * (2 * item + 4 if has_backward else item)
     if train.expert_parallel > 1:  # tokens to their experts and back; a backward pass repeats it
         width = 2 * shape.experts_per_token * shape.hidden * len(shape.layers)
         sent += width * item * trained / train.num_ranks * (3 if has_backward else 1)

@@ -47,7 +47,7 @@ def run_experts(
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     group, num_chosen = experts.ranks, index.shape[1]
-    held = _Held(experts, group.size())
+    held: Any = _Held(experts, group.size())
     chosen, order = index.flatten().sort(stable=True)
     sent = torch.bincount(chosen, minlength=group.size() * held.num_experts)
     received = torch.empty_like(sent)
