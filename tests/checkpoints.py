@@ -53,8 +53,9 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
     ]
     prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
     ids = np.array([5, 6], np.int32)
+    routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     responses = [
-        Response("12/0", ids, np.array([-0.1, -1 / 3], np.float32), "stop"),
+        Response("12/0", ids, np.array([-0.1, -1 / 3], np.float32), "stop", routing),
         Response("12/1", ids[:1], np.array([-2.5], np.float32), "abort"),
     ]
     validated = {} if accuracy is None else {"validation/accuracy": accuracy}

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from dapo_core.draw.groups import Group
-
-UNKNOWN_EXPERT = 255  # in Batch.routing, for each expert of a token without recorded routing
+from dapo_core.draw.groups import Group, Rollout
+from dapo_core.model.routers import Experts, unknown
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,8 @@ class Batch:
     importance_weights: torch.Tensor | None = None
     # [B, R] bool, chosen by covariance in the mini-batch; None if the loss does not need it
     is_selected: torch.Tensor | None = None
-    # [B] arrays [tokens, layers, K] uint8: experts of each prompt+response token that the policy
-    # uses instead of its own, or UNKNOWN_EXPERT; None: its own
-    routing: Sequence[NDArray[np.uint8]] | None = None
+    # [B], experts that the policy uses instead of its own; None: its own
+    routing: Sequence[Experts] | None = None
 
     @property
     def num_responses(self) -> int:
@@ -147,7 +144,19 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
         rollout_log_probs=torch.from_numpy(rollout_log_probs),
         is_stale=torch.from_numpy(is_stale),
         advantages=torch.full((len(pairs),), float("nan")),
+        routing=_routing([(len(p), rollout) for p, rollout in pairs]),
     )
+
+
+def _routing(rollouts: Sequence[tuple[int, Rollout]]) -> list[Experts] | None:
+    """Return the rollouts' routing, given their prompt tokens; None if the engine recorded none."""
+    shapes = [rollout.routing.shape[1:] for _, rollout in rollouts if rollout.routing.size]
+    if not shapes:
+        return None
+    return [
+        rollout.routing if rollout.routing.size else unknown(num_prompt_tokens, shapes[0])
+        for num_prompt_tokens, rollout in rollouts
+    ]
 
 
 class TokenStats(NamedTuple):

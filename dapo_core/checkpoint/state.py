@@ -17,6 +17,7 @@ from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import NO_IDS, NO_LOG_PROBS, Response
 from dapo_core.errors import CheckpointError
+from dapo_core.model.routers import NO_ROUTING
 
 STATE_FILE = "trainer_state.json"
 GROUPS_FILE = (
@@ -24,7 +25,7 @@ GROUPS_FILE = (
 )
 TOKENS_FILE = "carried_tokens.safetensors"  # tokens of their responses, concatenated
 
-_NO_TOKENS = {"response_ids": NO_IDS, "rollout_log_probs": NO_LOG_PROBS}
+_NO_TOKENS = {"response_ids": NO_IDS, "rollout_log_probs": NO_LOG_PROBS, "routing": NO_ROUTING}
 
 Parsed = TypeVar("Parsed")
 
@@ -95,19 +96,24 @@ def _tokens_file(groups: Sequence[list[Any]]) -> bytes:
     ids = [np.asarray(each.response_ids, np.int32) for each in responses]
     log_probs = [np.asarray(each.rollout_log_probs, np.float32) for each in responses]
     num_tokens = np.array([len(each) for each in ids], dtype=np.int64)
+    routing = [np.ascontiguousarray(each.routing) for each in responses]
+    shapes = np.array([each.shape for each in routing], dtype=np.int64).reshape(-1)
     entries, end = {}, 0
     for name, dtype, parts in (
         ("num_tokens", "I64", [num_tokens]),
+        ("routing_shapes", "I64", [shapes]),
         ("response_ids", "I32", ids),
         ("rollout_log_probs", "F32", log_probs),
+        ("routing", "U8", routing),
     ):
         start, end = end, end + sum(part.nbytes for part in parts)
-        shape = [sum(map(len, parts))]
+        shape = [sum(part.size for part in parts)]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    arrays: list[np.ndarray] = [num_tokens, *ids, *log_probs]
-    return b"".join([len(header).to_bytes(8, "little"), header, *(each.data for each in arrays)])
+    arrays: list[np.ndarray] = [num_tokens, shapes, *ids, *log_probs, *routing]
+    contents = [each.data for each in arrays if each.size]
+    return b"".join([len(header).to_bytes(8, "little"), header, *contents])
 
 
 def _without_tokens(value: Any) -> dict[str, Any]:
@@ -125,14 +131,21 @@ def _fill(groups: Sequence[list[Any]], tokens: dict[str, np.ndarray]) -> None:
         raise ValueError(
             f"{len(ids)} tokens for {len(num_tokens)} responses, but {num_responses} are carried"
         )
+    shapes, experts = tokens["routing_shapes"].reshape(-1, 3), tokens["routing"]
+    sizes = shapes.prod(axis=1)
+    if len(shapes) != num_responses or (shapes < 0).any() or len(experts) != sizes.sum():
+        raise ValueError(f"{len(experts)} experts for {len(shapes)} responses do not match")
     places = pairwise(accumulate(num_tokens.tolist(), initial=0))
+    routings = zip(pairwise(accumulate(sizes.tolist(), initial=0)), shapes, strict=True)
     for responses in groups:
         for number, response in enumerate(responses):
             start, end = next(places)
+            (first, last), shape = next(routings)
             responses[number] = replace(
                 response,
                 response_ids=ids[start:end].astype(np.int32),
                 rollout_log_probs=log_probs[start:end].astype(np.float32),
+                routing=experts[first:last].reshape(shape).copy(),
             )
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dapo_core.algorithm.balance import RankShare, mini_batches, split_batch
 from dapo_core.algorithm.batch import Batch, TokenStats, random_order
@@ -21,6 +20,7 @@ from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
 from dapo_core.errors import CheckpointError
+from dapo_core.model.routers import Experts
 from dapo_core.policy.profiling import PROFILES, trace_name
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PolicyGroup:
         calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
         return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def routed_log_probs(self, batch: Batch) -> tuple[TokenStats, list[NDArray[np.uint8]]]:
+    def routed_log_probs(self, batch: Batch) -> tuple[TokenStats, list[Experts]]:
         """Return log-probs and entropy, and the experts that they used (Batch.routing)."""
         shares, indices = self._split(batch)
         calls = [rank.routed_log_probs.remote(share) for rank, share in self._deal(shares)]

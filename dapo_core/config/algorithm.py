@@ -276,10 +276,10 @@ class AlgorithmConfig(Section):
         ge=0,
         le=10,
     )
-    routing_replay: Literal["off", "policy"] = key(
+    routing_replay: Literal["off", "policy", "rollout"] = key(
         "off",
-        "Experts of each token in the updates: off: the routers' choice; policy: those of the pass "
-        "for old_log_probs (R2).",
+        "Experts of each token in the policy: off: the routers' choice; policy: in updates, those "
+        "of the pass for old_log_probs (R2); rollout: those of the engine that sampled it (R3).",
     )
     old_log_probs: Literal["policy", "engine"] = key(
         "policy",

@@ -295,6 +295,20 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_records_routing(self) -> TrainingConfig:
+        rollout, device = self.rollout, self.train.device
+        if self.algorithm.routing_replay != "rollout" or rollout.engine == "hf":
+            return self
+        if device != "cpu" or rollout.pipeline_parallel > 1:
+            raise ValueError(
+                f"algorithm.routing_replay=rollout with train.device={device} and "
+                f"rollout.pipeline_parallel={rollout.pipeline_parallel}: vLLM's routing is "
+                "recorded on a CPU alone, in one pipeline stage; set routing_replay=policy, or "
+                "rollout.engine=hf"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _device_has_invariant_kernels(self) -> TrainingConfig:
         if self.rollout.batch_invariant and self.train.device == "cpu":
             raise ValueError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import FinishReason, LogProbs, Response, TokenIds
+from dapo_core.model.routers import NO_ROUTING, Experts
 from dapo_core.model.sampling import Sampling
 from dapo_core.reward.scorers import Verdict
 
@@ -25,6 +26,7 @@ class Rollout:
     verdict: Verdict
     acc: float  # accuracy: 1 right, 0 wrong, unless a custom scorer returns another value
     versions: VersionSpans
+    routing: Experts = field(default_factory=lambda: NO_ROUTING)  # Response.routing
     answer: str | None = None  # extracted answer, if the scorer reports one
 
     @property

@@ -189,6 +189,7 @@ class RolloutWorker:
             sample_seed(self.config.run.seed, request.step, request.group_id, sample),
             so_far.response_ids,
             so_far.rollout_log_probs,
+            so_far.routing,
             request.sampling,
         )
 
@@ -230,6 +231,7 @@ class RolloutWorker:
         return Rollout(
             response_ids=response.response_ids,
             rollout_log_probs=response.rollout_log_probs,
+            routing=response.routing,
             finish_reason=response.finish_reason,
             score=score.value,
             overlong_penalty=overlong_penalty(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.model.routers import NO_ROUTING, Experts, RoutingRecord
 from dapo_core.model.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class GenerationRequest:
     response_ids: TokenIds = field(default_factory=lambda: NO_IDS)
     # of response_ids, from the weights that sampled them
     rollout_log_probs: LogProbs = field(default_factory=lambda: NO_LOG_PROBS)
+    routing: Experts = field(default_factory=lambda: NO_ROUTING)  # Response.routing so far
     sampling: Sampling | None = None  # None: the engine's settings
 
 
@@ -61,6 +63,9 @@ class Response:
     response_ids: TokenIds
     rollout_log_probs: LogProbs
     finish_reason: FinishReason
+    # of prompt_ids and response_ids, when each token was computed; the last one's is unknown.
+    # Empty without EngineSettings.records_routing
+    routing: Experts = field(default_factory=lambda: NO_ROUTING)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class EngineSettings:
     # additional arguments of vLLM's EngineArgs
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None  # receives an adapter in place of weights
+    records_routing: bool = False  # fill Response.routing
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
@@ -115,11 +121,14 @@ class Row:
     request: GenerationRequest
     response_ids: array[int]  # int32: the request's, followed by the sampled ones
     rollout_log_probs: array[float]  # float32
+    routing: RoutingRecord | None = None  # None if the engine does not record
 
     def response(self, reason: FinishReason) -> Response:
         """Return the response so far."""
         tokens = np.array(self.response_ids), np.array(self.rollout_log_probs)
-        return Response(self.request.request_id, *tokens, reason)
+        num_tokens = len(self.request.prompt_ids) + len(self.response_ids)
+        routing = NO_ROUTING if self.routing is None else self.routing.read(num_tokens)
+        return Response(self.request.request_id, *tokens, reason, routing)
 
 
 class Engine(ABC):

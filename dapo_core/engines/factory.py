@@ -54,5 +54,6 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         batch_invariant=config.rollout.batch_invariant,
         engine_args=config.rollout.engine_args,
         lora=lora,
+        records_routing=config.algorithm.routing_replay == "rollout",
         sleep_level=sleep_level,
     )

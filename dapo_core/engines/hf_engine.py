@@ -30,6 +30,7 @@ from dapo_core.memory.holdings import WEIGHTS
 from dapo_core.model.lora import adapter_name, add_adapters, is_adapter
 from dapo_core.model.names import file_views, tied_names
 from dapo_core.model.pretrained import load_causal_lm
+from dapo_core.model.routers import Experts, RoutingRecord, routers_of
 from dapo_core.model.sampling import Sampling, read_eos_ids
 from dapo_core.model.tensors import read_headers, weight_names
 
@@ -135,6 +136,9 @@ class HuggingFaceEngine(Engine):
             sizes = {name: header.shape for name, header in read_headers(model_path).items()}
             add_adapters(model, sizes, settings.lora, on_meta=False)
         self._model = model.to(self._device).eval()
+        self._experts: list[torch.Tensor] = []  # of each layer in the last pass: [n, K]
+        for router in routers_of(model) if settings.records_routing else ():
+            router.register_forward_hook(lambda _, __, outputs: self._experts.append(outputs[2]))
         self._views = self._by_file_name()
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         super().__init__(settings, shapes, tied_names(self._model))
@@ -161,6 +165,8 @@ class HuggingFaceEngine(Engine):
         self._views = {}
 
     def _queue(self, row: Row) -> None:
+        if self.settings.records_routing:
+            row.routing = RoutingRecord(row.request.routing)
         self._waiting.append(row)
 
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -228,6 +234,7 @@ class HuggingFaceEngine(Engine):
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         positions = torch.arange(longest, device=self._device) - (longest - lengths).unsqueeze(-1)
         cache: Any = Cache(layer_class_to_replicate=_GrowingLayer)
+        self._experts.clear()
         logits = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             attention_mask=(positions >= 0).long(),
@@ -237,6 +244,12 @@ class HuggingFaceEngine(Engine):
         ).logits[:, -1]
         for layer in cache.layers:
             layer.select(numbers)
+        if self._experts:
+            routing = self._routing()  # [prompts x longest, layers, K]
+            routing = routing.reshape(len(prompts), longest, *routing.shape[1:])
+            for row, number in zip(rows, numbers.tolist(), strict=True):
+                assert row.routing is not None
+                row.routing.put(0, routing[number, longest - int(lengths[number]) :])
         prompt_lengths = [len(row.request.prompt_ids) for row in rows]
         samplings = [self._sampling_number(row) for row in rows]
         wave = _Batch(
@@ -278,17 +291,27 @@ class HuggingFaceEngine(Engine):
         """Decode one token of every row; returns finished responses."""
         num_columns = batch.cache.get_seq_length() + 1
         columns = torch.arange(num_columns, device=self._device)
+        self._experts.clear()
         logits = self._model(
             input_ids=batch.ids.unsqueeze(-1),
             attention_mask=(columns >= (num_columns - 1 - batch.positions).unsqueeze(-1)).long(),
             position_ids=batch.positions.unsqueeze(-1),
             past_key_values=batch.cache,
         ).logits[:, -1]
+        if self._experts:
+            routing, positions = self._routing(), batch.positions.tolist()
+            for number, row in enumerate(batch.rows):
+                if row is not None and row.routing is not None:
+                    row.routing.put(positions[number], routing[number : number + 1])
         is_live = [row is not None for row in batch.rows]
         batch.positions = batch.positions + torch.tensor(is_live).to(self._device)
         finished = self._sample(batch, logits)
         self._shrink()
         return finished
+
+    def _routing(self) -> Experts:
+        """Return the experts of the last pass, [n, layers, K]."""
+        return torch.stack(self._experts, dim=1).to(torch.uint8).cpu().numpy()
 
     def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
         """Sample each row's next token; returns finished responses."""

@@ -27,6 +27,7 @@ from dapo_core.engines.base import (
     Row,
     Sequences,
 )
+from dapo_core.engines.vllm_routing import VllmRouting
 from dapo_core.engines.vllm_warnings import hide_expected_warnings
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
@@ -39,6 +40,7 @@ from dapo_core.machine.environment import (
 )
 from dapo_core.model.folder import read_config
 from dapo_core.model.lora import adapter_name, adapter_shapes, vllm_rank, write_adapter
+from dapo_core.model.routers import NO_ROUTING
 from dapo_core.model.sampling import read_eos_ids
 
 if TYPE_CHECKING:
@@ -86,13 +88,17 @@ class VllmEngine(Engine):
         # vLLM computes prompt log-probs in the last stage only, which the first parts belong to.
         self._is_last_stage = part is None or part.rank < settings.tensor_parallel
         self._engine = _start(model_path, settings, seed, self._max_tokens, part)
+        self._routing = VllmRouting(self._engine) if settings.records_routing else None
 
     def _queue(self, row: Row) -> None:
         request, settings = row.request, self.settings
         sampling = request.sampling or settings.sampling
+        token_ids = [*request.prompt_ids, *row.response_ids]
+        if self._routing is not None:
+            row.routing = self._routing.begin(request.request_id, token_ids, request.routing)
         self._add(
             request.request_id,
-            [*request.prompt_ids, *row.response_ids],
+            token_ids,
             **({"temperature": 0.0} if sampling.is_greedy else asdict(sampling)),
             seed=_seed(request),
             max_tokens=settings.max_response_tokens - len(request.response_ids),
@@ -110,9 +116,13 @@ class VllmEngine(Engine):
                 del self._rows[output.request_id]
                 reason: FinishReason = "length" if new.finish_reason == "length" else "stop"
                 responses.append(row.response(reason))
+        if self._routing is not None:
+            self._routing.end([response.request_id for response in responses])
         return responses
 
     def _drop(self, request_ids: Collection[str]) -> None:
+        if self._routing is not None:
+            self._routing.end(request_ids)
         self._engine.abort_request(list(request_ids))
 
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -124,6 +134,8 @@ class VllmEngine(Engine):
             vllm_transfer.replace_weights(self._engine, weights)
             pack_again = functools.partial(_pack_again, is_head_tied=self._is_head_tied)
             self._engine.apply_model(pack_again)
+        if self._routing is not None:
+            self._routing.forget_prefixes()
         if not self._engine.reset_prefix_cache():
             raise RolloutError(
                 "vLLM did not clear its prefix cache after a weight update; restart the training"
@@ -159,9 +171,12 @@ class VllmEngine(Engine):
                     f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or "
                     "data.max_prompt_tokens"
                 )
+            token_ids = [*prompt_ids, *response_ids]
+            if self._routing is not None:  # its prompt may serve later requests
+                self._routing.begin(str(number), token_ids, NO_ROUTING)
             self._add(
                 str(number),
-                [*prompt_ids, *response_ids],
+                token_ids,
                 temperature=1.0,
                 max_tokens=1,
                 prompt_logprobs=0 if self._is_last_stage else None,
@@ -171,6 +186,8 @@ class VllmEngine(Engine):
         found: dict[int, Any] = {}
         while len(found) < len(sequences):
             found |= {int(done.request_id): done.prompt_logprobs for done in self._engine.step()}
+        if self._routing is not None:
+            self._routing.end([*map(str, found)])
         if not self._is_last_stage:
             return [[] for _ in sequences]
         return [

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dapo_core.algorithm.balance import RankShare
-from dapo_core.algorithm.batch import UNKNOWN_EXPERT, Batch, TokenStats
+from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
+from dapo_core.model.routers import UNKNOWN_EXPERT
 from dapo_core.policy.attention import Packing
 
 if TYPE_CHECKING:

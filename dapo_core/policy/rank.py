@@ -10,9 +10,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.profiler import record_function
 
@@ -26,6 +24,7 @@ from dapo_core.machine.device import Device, device_for
 from dapo_core.machine.environment import DETERMINISTIC, set_defaults
 from dapo_core.memory.holdings import OPTIMIZER, WEIGHTS
 from dapo_core.model.lora import adapters_off
+from dapo_core.model.routers import Experts
 from dapo_core.model.tensors import weight_names
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
@@ -105,9 +104,9 @@ class Policy(Profiled):
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
 
     @record_function("old_log_prob")
-    def routed_log_probs(self, share: RankShare) -> tuple[TokenStats, list[NDArray[np.uint8]]]:
+    def routed_log_probs(self, share: RankShare) -> tuple[TokenStats, list[Experts]]:
         """Return `log_probs`, and the experts of the share's tokens (Batch.routing)."""
-        experts: dict[int, NDArray[np.uint8]] = {}
+        experts: dict[int, Experts] = {}
         stats = self._score(self.model, share, self.temperature, True, experts)
         return stats, [experts[row] for row in sorted(experts)]
 
@@ -247,7 +246,7 @@ class Policy(Profiled):
         share: RankShare,
         temperature: float,
         with_entropy: bool,
-        experts: dict[int, NDArray[np.uint8]] | None = None,
+        experts: dict[int, Experts] | None = None,
     ) -> TokenStats:
         """Return the share's log-probs and, if requested, entropy, without gradient: [b, R].
 

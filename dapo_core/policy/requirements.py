@@ -9,6 +9,7 @@ from dapo_core.errors import ConfigError, ModelError
 from dapo_core.model.lora import add_adapters
 from dapo_core.model.names import expert_modules
 from dapo_core.model.pretrained import empty_causal_lm, load_model_config
+from dapo_core.model.routers import ROUTERS, UNKNOWN_EXPERT, routers_of
 from dapo_core.model.tensors import require_original_weights, require_same_tensors
 
 if TYPE_CHECKING:
@@ -69,9 +70,6 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
 
 def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:
     """Raise ModelError if the algorithm needs routers, but none of the model can be recorded."""
-    from dapo_core.algorithm.batch import UNKNOWN_EXPERT  # these import torch
-    from dapo_core.policy.routing import ROUTERS, routers_of
-
     replay, coefficient = algorithm.routing_replay, algorithm.router_aux_loss_coefficient
     if replay == "off" and not coefficient:
         return

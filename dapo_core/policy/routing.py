@@ -10,28 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 
-from dapo_core.algorithm.batch import UNKNOWN_EXPERT
 from dapo_core.algorithm.update import RoutingSums
+from dapo_core.model.routers import UNKNOWN_EXPERT, Experts, routers_of
 
 if TYPE_CHECKING:
     from dapo_core.policy.packing import PackedRow
-
-# Routers of transformers that return logits, scores and experts, the scores from the softmax of all
-# logits. transformers has no public API for them; test_private_parts.py guards the results.
-ROUTERS = (
-    "MixtralTopKRouter",
-    "OlmoeTopKRouter",
-    "Qwen2MoeTopKRouter",
-    "Qwen3MoeTopKRouter",
-)
-
-
-def routers_of(model: nn.Module) -> list[Any]:
-    """Return the model's routers in layer order; empty for dense and for other models."""
-    return [module for module in model.modules() if type(module).__name__ in ROUTERS]
 
 
 class Routing:
@@ -83,7 +68,7 @@ class Routing:
             probs = logits.detach().float().softmax(dim=-1)
             self.entropy.append(torch.special.entr(probs).sum(dim=-1))
 
-    def read(self, row: PackedRow, lengths: Sequence[int] | np.ndarray) -> list[NDArray[np.uint8]]:
+    def read(self, row: PackedRow, lengths: Sequence[int] | np.ndarray) -> list[Experts]:
         """Return the experts of each sequence of the last pass, as in Batch.routing.
 
         Collective over the ranks of the row.

@@ -17,23 +17,28 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dapo_core.algorithm.balance import split_batch
-from dapo_core.algorithm.batch import UNKNOWN_EXPERT, Batch
+from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import RoutingSums, Update
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.errors import ModelError
 from dapo_core.machine.timers import PhaseTimer
+from dapo_core.metrics.log import METRICS_FILE
+from dapo_core.model.routers import UNKNOWN_EXPERT
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_trainable
+from dapo_core.training import train
+from durable import read_json_lines
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.in_process import Threads, _Actor, without_ray
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
+from tests.trainings import World, config_of
 
 AUX = {"router_aux_loss_coefficient": 0.5}
 
@@ -103,8 +108,8 @@ def test_no_routing_metric_and_no_gradient_depends_on_micro_batches_and_ranks(mo
         (30, {"num_ranks": 4}),
         (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
     ]
-    for max_tokens, train in splits:
-        ranks = run(max_tokens, **train)
+    for max_tokens, split in splits:
+        ranks = run(max_tokens, **split)
         found = _whole(ranks)
         assert found.loads == sums.loads
         assert found.num_tokens == sums.num_tokens
@@ -162,7 +167,7 @@ def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(
     assert expected.routing is not None
     assert expected.routing.loads == _counts(recorded)
     ranks = run_ranks(config.train.num_ranks, _routed, config, batch, max_tokens)
-    by_row = {}
+    by_row: dict[int, np.ndarray] = {}
     for rows, _, routing in ranks:
         by_row |= dict(zip(rows, routing, strict=True))
     for row, experts in enumerate(recorded):
@@ -199,9 +204,66 @@ def test_routing_of_the_anchor_holds_in_all_updates_of_a_step(moe: Path) -> None
     assert loads[1][2:] != loads[1][:2] * 2
 
 
+def test_a_training_replays_its_engine_also_in_groups_from_a_checkpoint(
+    world: World, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Surplus groups, sampled by older weights, are carried over each step and the resume."""
+    batches: list[Batch] = []
+    losses: list[Update] = []
+
+    def learn(group: PolicyGroup, batch: Batch, *others: Any) -> Any:
+        batches.append(batch)
+        updates, stats = learned(group, batch, *others)
+        losses.extend(updates)
+        return updates, stats
+
+    learned = PolicyGroup.learn
+    monkeypatch.setattr(PolicyGroup, "learn", learn)
+
+    def run(name: str, total_steps: int) -> list[dict[str, Any]]:
+        config = config_of(
+            algorithm={"routing_replay": "rollout"},
+            serve={"max_model_len": 256},
+            data={"max_prompt_tokens": 200},
+            train={"num_ranks": 1, "total_steps": total_steps, "learning_rate": 1e-2},
+        )
+        with without_ray():
+            train(config, world.data, moe, tmp_path / name)
+        return read_json_lines(tmp_path / name / METRICS_FILE)
+
+    whole = run("whole", 3)
+    assert max(line["sampler/staleness/max"] for line in whole) > 0
+    run("parts", 2)
+    parts = run("parts", 3)
+    for name in ("actor/pg_loss", "actor/entropy", "router/load/max", "router/entropy"):
+        assert [line[name] for line in parts] == [line[name] for line in whole]
+    assert len(batches) == 3 + 3
+    for batch in batches:
+        assert batch.routing is not None
+        for experts, count in zip(batch.routing, batch.lengths.tolist(), strict=True):
+            assert experts.shape == (count, 2, 2)
+            assert experts[:-1].max() < 8
+    given = np.sum([_counts([each[:-1] for each in batches[0].routing or []])], axis=0)
+    used = np.sum([update.routing.loads for update in losses[:2] if update.routing], axis=0)
+    assert (used - given).min() >= 0
+    assert (used - given).sum() == 2 * 2 * batches[0].num_responses  # the last tokens, by itself
+
+
 def test_a_replay_without_an_anchor_pass_is_refused() -> None:
     with pytest.raises(ValidationError, match="routing_replay=policy replays the policy's pass"):
         AlgorithmConfig.model_validate({"routing_replay": "policy", "old_log_probs": "engine"})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train"), [({"pipeline_parallel": 2}, {}), ({}, {"device": "cuda"})]
+)
+def test_a_replay_of_an_engine_that_records_nothing_is_refused(
+    rollout: dict[str, Any], train: dict[str, Any]
+) -> None:
+    replay = {"routing_replay": "rollout"}
+    with pytest.raises(ValidationError, match="routing is recorded on a CPU alone"):
+        make_config(algorithm=replay, rollout={"engine": "vllm", **rollout}, train=train)
+    make_config(algorithm=replay, rollout={"engine": "vllm"})
 
 
 def test_a_dense_model_is_refused_instead_of_trained_without_its_auxiliary_loss(

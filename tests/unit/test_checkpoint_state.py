@@ -59,12 +59,15 @@ def test_a_checkpoint_copies_carried_tokens_once() -> None:
     state = make_state(20)
     rollout = state.surplus[0].rollouts[0]
     ids, log_probs = np.zeros(10**6, np.int32), np.zeros(10**6, np.float32)
-    state.surplus[0].rollouts[0] = replace(rollout, response_ids=ids, rollout_log_probs=log_probs)
+    routing = np.zeros((10**6, 2, 2), np.uint8)
+    state.surplus[0].rollouts[0] = replace(
+        rollout, response_ids=ids, rollout_log_probs=log_probs, routing=routing
+    )
     tracemalloc.start()
     content = state_files(state)[TOKENS_FILE]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert 8 * 10**6 < len(content) < peak < 1.1 * len(content)
+    assert 12 * 10**6 < len(content) < peak < 1.1 * len(content)
 
 
 def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
@@ -118,7 +121,9 @@ def test_an_unreadable_state_is_refused_with_the_fix(
         read_state(checkpoint)
 
 
-@pytest.mark.parametrize("damage", ["cut", "of a state without groups", "uneven", "absent"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "of a state without groups", "uneven", "routing", "absent"]
+)
 def test_tokens_that_do_not_match_the_groups_are_refused(tmp_path: Path, damage: str) -> None:
     path = write_state(tmp_path, make_state(5)) / TOKENS_FILE
     contents = {
@@ -127,6 +132,7 @@ def test_tokens_that_do_not_match_the_groups_are_refused(tmp_path: Path, damage:
             TOKENS_FILE
         ],
         "uneven": save({**load(path.read_bytes()), "response_ids": np.zeros(1, np.int32)}),
+        "routing": save({**load(path.read_bytes()), "routing": np.zeros(1, np.uint8)}),
     }
     if damage == "absent":
         path.unlink()

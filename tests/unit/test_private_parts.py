@@ -113,6 +113,25 @@ def test_vllm_still_packs_experts_and_a_head_where_the_core_packs_them_again() -
 
 
 @pytest.mark.slow
+def test_vllm_still_shows_the_experts_of_a_step_and_the_order_of_its_requests() -> None:
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert parameters(BaseRouter.set_capture_fn) == ["self", "capture_fn"]
+    assert "self.capture_fn(topk_ids)" in inspect.getsource(BaseRouter)
+    assert "self.router = " in inspect.getsource(MoERunner)
+    assert parameters(GPUModelRunner.execute_model)[:2] == ["self", "scheduler_output"]
+    assert isinstance(InputBatch.req_ids, property)
+    source = inspect.getsource(InputBatch.__init__)
+    assert "self.req_id_to_index" in source
+    assert "self.num_computed_tokens_cpu = " in source
+    assert "}-{random_uuid()" in inspect.getsource(InputProcessor)
+
+
+@pytest.mark.slow
 def test_peft_still_switches_adapters_off_by_this_flag() -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -151,7 +170,7 @@ def test_transformers_routers_still_return_logits_scores_and_experts(family: str
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dapo_core.policy.routing import ROUTERS, routers_of
+    from dapo_core.model.routers import ROUTERS, routers_of
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
     experts = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
