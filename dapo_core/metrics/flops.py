@@ -88,7 +88,7 @@ class ActorUtilization:
             missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
         else:
             self.peak = peak * num_devices
-            if lora is not None:
+            if lora is not None and lora.rank:
                 self.num_adapted = shape_of(config.to_dict()).adapter_parameters(lora)
             return
         logger.info("%s, so perf/mfu/actor is not reported", missing)
