@@ -19,7 +19,7 @@ from dapo_core.algorithm.batch import Batch, TokenStats, random_order
 from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
-from dapo_core.errors import CheckpointError
+from dapo_core.errors import CheckpointError, RolloutError
 from dapo_core.model.routers import Experts
 from dapo_core.policy.profiling import PROFILES, trace_name
 
@@ -54,6 +54,11 @@ class PolicyGroup:
         rollout correction needs them first.
         """
         stats, is_engine = None, self.config.algorithm.old_log_probs == "engine"
+        if self.config.algorithm.routing_replay == "rollout" and batch.routing is None:
+            raise RolloutError(
+                f"the engines recorded no routing for any of {batch.num_responses} responses, so "
+                "there is nothing to replay; set algorithm.routing_replay=off"
+            )
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
             with timer.phase("old_log_prob"):
                 if self.config.algorithm.routing_replay == "policy":

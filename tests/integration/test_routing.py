@@ -22,7 +22,7 @@ from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import RoutingSums, Update
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import AlgorithmConfig
-from dapo_core.errors import ModelError
+from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.timers import PhaseTimer
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.routers import UNKNOWN_EXPERT
@@ -142,6 +142,7 @@ def _counts(routing: Sequence[np.ndarray]) -> list[list[int]]:
         (30, {"num_ranks": 4}),
         (25, {"num_ranks": 2, "sequence_parallel": 2}),
         (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
+        (30, {"num_ranks": 2, "expert_parallel": 2}),
     ],
 )
 def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(
@@ -247,6 +248,13 @@ def test_a_training_replays_its_engine_also_in_groups_from_a_checkpoint(
     used = np.sum([update.routing.loads for update in losses[:2] if update.routing], axis=0)
     assert (used - given).min() >= 0
     assert (used - given).sum() == 2 * 2 * batches[0].num_responses  # the last tokens, by itself
+
+
+def test_a_replay_of_nothing_is_not_a_silent_training_without_replay() -> None:
+    config = make_config(algorithm={"routing_replay": "rollout"})
+    group = PolicyGroup([], config, Threads(), hidden_size=64)
+    with pytest.raises(RolloutError, match="recorded no routing for any of 3 responses"):
+        group.anchor(_batch(), PhaseTimer())
 
 
 def test_a_replay_without_an_anchor_pass_is_refused() -> None:
