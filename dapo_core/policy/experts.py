@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,21 +16,16 @@ from dapo_core.policy.all_to_all import all_to_all
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-NAME = "expert_parallel"  # among transformers' implementations of experts
 
-
-def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:
+def split_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Give each rank of the mesh an equal part of every layer's experts; returns their modules.
 
     Parameters are on the meta device.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
-    causal_lm.set_experts_implementation(NAME)
     modules = expert_modules(causal_lm)
     for experts in modules:
         experts.ranks = mesh.get_group()
+        experts.forward = partial(run_experts, experts)
         for name, parameter in list(experts.named_parameters(recurse=False)):
             part = parameter.detach().chunk(mesh.size())[0]
             split = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)

@@ -106,6 +106,7 @@ def test_no_routing_metric_and_no_gradient_depends_on_micro_batches_and_ranks(mo
     assert whole[0].grad_norm != pytest.approx(run(4096, {})[0].grad_norm, rel=1e-3)
     splits: list[tuple[int, dict[str, Any]]] = [
         (30, {"num_ranks": 4}),
+        (30, {"num_ranks": 4, "expert_parallel": 2}),
         (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
     ]
     for max_tokens, split in splits:
@@ -141,6 +142,7 @@ def _counts(routing: Sequence[np.ndarray]) -> list[list[int]]:
         (4096, {}),
         (30, {"num_ranks": 4}),
         (25, {"num_ranks": 2, "sequence_parallel": 2}),
+        (25, {"num_ranks": 2, "sequence_parallel": 2, "expert_parallel": 2}),
         (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
         (30, {"num_ranks": 2, "expert_parallel": 2}),
     ],
