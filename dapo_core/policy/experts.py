@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def split_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> list[Any]:
+def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:
     """Give each rank of the mesh an equal part of every layer's experts; returns their modules.
 
     Parameters are on the meta device.

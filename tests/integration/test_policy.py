@@ -442,7 +442,7 @@ def _gradients(rank: int, configs: list[Config], batch: Batch) -> list[tuple[Any
         shares, _ = split_batch(batch, train.num_data_ranks, 45)
         totals = LossTotals.of(batch, train.num_data_ranks)
         norm = policy.update(shares[rank // train.sequence_parallel], totals).grad_norm
-        parameters = policy._causal_lm().named_parameters()
+        parameters: Any = policy._causal_lm().named_parameters()
         gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters}
         found.append((sent, norm, gradients))
     return found
