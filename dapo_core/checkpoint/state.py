@@ -131,7 +131,9 @@ def _fill(groups: Sequence[list[Any]], tokens: dict[str, np.ndarray]) -> None:
         raise ValueError(
             f"{len(ids)} tokens for {len(num_tokens)} responses, but {num_responses} are carried"
         )
-    shapes, experts = tokens["routing_shapes"].reshape(-1, 3), tokens["routing"]
+    no_shapes = np.zeros(3 * num_responses, np.int64)  # of earlier checkpoints
+    shapes = tokens.get("routing_shapes", no_shapes).reshape(-1, 3)
+    experts = tokens.get("routing", NO_ROUTING.ravel())
     sizes = shapes.prod(axis=1)
     if len(shapes) != num_responses or (shapes < 0).any() or len(experts) != sizes.sum():
         raise ValueError(f"{len(experts)} experts for {len(shapes)} responses do not match")

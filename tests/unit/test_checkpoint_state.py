@@ -27,6 +27,7 @@ from dapo_core.checkpoint.state import (
     state_files,
 )
 from dapo_core.errors import CheckpointError
+from dapo_core.model.routers import NO_ROUTING
 from tests.checkpoints import make_state, write_state
 from tests.plain import plain
 
@@ -36,16 +37,19 @@ def test_the_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
     assert plain(read_state(write_state(tmp_path, state))) == plain(state)
 
 
-def test_log_probs_in_double_precision_are_read(tmp_path: Path) -> None:
+def test_log_probs_in_double_precision_and_tokens_without_routing_are_read(tmp_path: Path) -> None:
     """As earlier checkpoints hold them, with empty lists of tokens beside them."""
     state = make_state(20)
+    responses = state.unfinished[0].responses
+    responses[0] = replace(responses[0], routing=NO_ROUTING)
     path = write_state(tmp_path, state)
     tokens = load((path / TOKENS_FILE).read_bytes())
     tokens["rollout_log_probs"] = tokens["rollout_log_probs"].astype(np.float64)
+    del tokens["routing"], tokens["routing_shapes"]
     (path / TOKENS_FILE).write_bytes(save(tokens))
     groups = json.loads((path / GROUPS_FILE).read_text(encoding="utf-8"))
-    responses = [each for group in groups["surplus"] for each in group["rollouts"]]
-    for response in [*responses, *groups["unfinished"][0]["responses"]]:
+    rollouts = [each for group in groups["surplus"] for each in group["rollouts"]]
+    for response in [*rollouts, *groups["unfinished"][0]["responses"]]:
         response |= {"response_ids": [], "rollout_log_probs": []}
     (path / GROUPS_FILE).write_text(json.dumps(groups), encoding="utf-8")
     read = read_state(path)
