@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import gc
 import io
 import os
 import shutil
@@ -81,6 +82,8 @@ class Disk:
 @contextmanager
 def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
     disk = Disk(fatal, is_torn, error)
+    gc.collect()  # temporary files of others that a collection removes midway would count
+    gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGES:
             if name == "fsync" and isinstance(error, Killed):
@@ -89,7 +92,10 @@ def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
         wrapped = disk.wrap("open", io.open)
         patch.setattr(io, "open", wrapped)
         patch.setattr(builtins, "open", wrapped)
-        yield disk
+        try:
+            yield disk
+        finally:
+            gc.enable()
 
 
 @pytest.fixture(autouse=True)
