@@ -82,7 +82,7 @@ class Disk:
 @contextmanager
 def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
     disk = Disk(fatal, is_torn, error)
-    gc.collect()  # temporary files of others that a collection removes midway would count
+    # a collection could remove temporary files of others, which would count
     gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGES:
