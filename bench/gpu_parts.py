@@ -137,7 +137,8 @@ class Record:
         try:
             yield figures
         except Exception as error:  # noqa: BLE001 - whatever fails, the other cases go on
-            figures = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+            message = str(error).partition("\n")[0][:300]  # "" for an error without a text
+            figures = {"error": f"{type(error).__name__}: {message}"}
         if figures:
             with self.path.open("a") as file:
                 file.write(json.dumps({"part": self.part, "case": name, **figures}) + "\n")

@@ -22,6 +22,7 @@ from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import policy_loss
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
 from dapo_core.config.algorithm import AlgorithmConfig
+from interop.conversions import ESTIMATORS
 
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 # verl's name: our keys
@@ -36,13 +37,6 @@ LOSSES: dict[str, Mapping[str, Any]] = {
     "kl_cov": {"loss": "kl-cov", "kl_cov": {"ratio": 0.1}},
     "dro": {"loss": "dro", "dro": {"beta": 0.5}},
     "gpg": {"loss": "reinforce"},
-}
-ESTIMATORS = {
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "opo": "opo",
-    "reinforce_plus_plus": "reinforce++",
-    "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
 LENGTHS = torch.tensor([7, 1, 9, 4, 2, 9, 5, 6])
 GROUPS = np.repeat([0, 1], 4)
@@ -68,6 +62,8 @@ def main() -> None:
         value, gradient = loss_differences(core_algos, name, keys)
         print(f"{name:30s} {keys['loss']:22s} {value:9.1e} {gradient:9.1e}")
     for name, ours in ESTIMATORS.items():
+        if name.endswith("_vectorized"):
+            continue  # the same values
         print(f"{name:30s} {ours:22s} {advantage_difference(core_algos, name, ours):9.1e}")
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from dapo_core.algorithm.batch import Batch, build_batch
-from dapo_core.algorithm.loss_tokens import Responses
+from dapo_core.algorithm.loss import LossTotals
+from dapo_core.algorithm.loss_tokens import LossTokens, Responses
+from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.reward.scorers import Verdict
@@ -85,3 +87,18 @@ def row_numbers(mask: torch.Tensor) -> torch.Tensor:
 def rows_of(mask: torch.Tensor) -> Responses:
     """The rows of a [b, R] mask as responses."""
     return Responses(row_numbers(mask), len(mask))
+
+
+def loss_tokens_of(batch: Batch, algorithm: AlgorithmConfig) -> LossTokens:
+    """Return the loss's inputs for a whole mini-batch with old log-probs: padded [B, R]."""
+    assert batch.old_log_probs is not None
+    mask = batch.response_mask
+    return LossTokens(
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages.unsqueeze(-1).expand(mask.shape),
+        response_mask=mask,
+        weights=LossTotals.of(batch).token_weights(mask, algorithm),
+        responses=rows_of(mask),
+        ref_log_probs=batch.ref_log_probs,
+        is_selected=batch.is_selected,
+    )

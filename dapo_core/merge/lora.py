@@ -95,7 +95,7 @@ class LoraSource:
 
     def merged(self, name: str) -> torch.Tensor:
         """Return a weight with its adapter, in float32."""
-        return read_tensor(self._base, name).float() + self._update(name)
+        return self._weight(name) + self._update(name)
 
     def rounding_error(self, outputs: Sequence[OutputTensor]) -> float:
         """Return the norm of what the outputs' precision loses, relative to the update's.
@@ -105,9 +105,10 @@ class LoraSource:
         lost = total = 0.0
         for output in outputs:
             if output.name in self._adapted:
-                merged = self.merged(output.name)
+                update = self._update(output.name)
+                merged = self._weight(output.name) + update
                 lost += float((merged.to(output.dtype).float() - merged).double().square().sum())
-                total += float(self._update(output.name).double().square().sum())
+                total += float(update.double().square().sum())
         error = math.sqrt(lost / total) if total else 0.0
         if error > LARGE_ERROR:
             logger.warning(
@@ -128,6 +129,9 @@ class LoraSource:
         shape, rank = self.tensors[name].shape, self._adapter.lora.rank
         found = [self._parameters[each] for each in adapter_names(name) if each in self._parameters]
         return [tuple(e.shape) for e in found] == [(rank, *shape[1:]), (*shape[:1], rank)]
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return read_tensor(self._base, name).float()
 
     def _update(self, name: str) -> torch.Tensor:
         first, second = (self._parameters[each].float() for each in adapter_names(name))

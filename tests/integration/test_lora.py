@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch
-from dapo_core.algorithm.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.algorithm.loss import LossTotals, policy_loss
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.errors import CheckpointError, ModelError
@@ -46,7 +46,7 @@ from tasks.config import ModelConfig
 from tasks.fetched_model import link_model_folder
 from tasks.links import link_of
 from tasks.runs.run import Run
-from tests.batches import random_batch, rows_of
+from tests.batches import loss_tokens_of, random_batch
 from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
 from tests.in_process import without_ray
@@ -146,17 +146,9 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
     for name, parameter in adapters.items():
         parameter.data = first_values(name, parameter.shape, generator)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, weight_decay=0.1)
-    assert batch.old_log_probs is not None
-    norms, totals = [], LossTotals.of(batch)
+    norms = []
     for _ in range(2):
-        tokens = LossTokens(
-            old_log_probs=batch.old_log_probs,
-            advantages=batch.advantages.unsqueeze(-1).expand(batch.response_mask.shape),
-            response_mask=batch.response_mask,
-            weights=totals.token_weights(batch.response_mask, config.algorithm),
-            responses=rows_of(batch.response_mask),
-            ref_log_probs=batch.ref_log_probs,
-        )
+        tokens = loss_tokens_of(batch, config.algorithm)
         optimizer.zero_grad()
         policy_loss(_plain_log_probs(model, batch), None, tokens, config.algorithm).loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0).item())

@@ -21,13 +21,12 @@ from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss import LossTotals, PolicyLoss, policy_loss
-from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.algorithm.losses import LOSSES
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import SINGLE_FILE
 from dapo_core.policy.rank import Policy
 from flows.config import Config
-from tests.batches import random_batch, rows_of
+from tests.batches import loss_tokens_of, random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
@@ -109,16 +108,7 @@ def _expected(config: Config, batch: Batch) -> dict[str, Any]:
         entropy[row, :count] = torch.distributions.Categorical(
             logits=logits, validate_args=False
         ).entropy()
-    totals = LossTotals.of(batch)
-    tokens = LossTokens(
-        old_log_probs=batch.old_log_probs,
-        advantages=batch.advantages.unsqueeze(-1).expand(batch.response_mask.shape),
-        response_mask=batch.response_mask,
-        weights=totals.token_weights(batch.response_mask, config.algorithm),
-        responses=rows_of(batch.response_mask),
-        ref_log_probs=batch.ref_log_probs,
-        is_selected=batch.is_selected,
-    )
+    tokens = loss_tokens_of(batch, config.algorithm)
     part = policy_loss(log_probs, entropy, tokens, config.algorithm)
     part.loss.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
