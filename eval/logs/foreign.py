@@ -18,6 +18,7 @@ from eval.problems import ProblemsError
 from eval.problems.columns import final_answer
 from eval.problems.formats import rows_in
 from eval.problems.items import Item
+from eval.problems.options import LETTERS
 from eval.problems.prompts import Prompt
 from eval.problems.values import Unusable, text_in
 from eval.requests.identity import encodable
@@ -229,11 +230,25 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
         stop=(until,) if isinstance(until, str) else tuple(map(str, until)),
     )
     rows = [
-        _row(line["doc_id"], _messages(_requests(line)[0][0]), response, line["target"])
+        _row(line["doc_id"], _messages(_requests(line)[0][0]), response, _generated_gold(line))
         for line in lines
         for response in line["resps"][0]
     ]
     return Log("lm-eval", benchmark or file.stem, model, rows, sampling)
+
+
+def _generated_gold(line: Mapping[str, Any]) -> Any:
+    """Return the gold answer of a generated response; a letter where the target is an index.
+
+    The target is an index if the document has options, none of which it equals.
+    """
+    target, document = line["target"], line.get("doc")
+    listed = document.get("choices", document.get("options")) if isinstance(document, dict) else ()
+    options = listed.get("text") if isinstance(listed, dict) else listed
+    if not isinstance(options, list) or str(target) in map(str, options):
+        return target
+    is_index = str(target).isdecimal() and int(target) < len(options) <= len(LETTERS)
+    return LETTERS[int(target)] if is_index else target
 
 
 def _sampling_of(settings: Mapping[str, Any], stop: tuple[str, ...] = ()) -> Sampling:

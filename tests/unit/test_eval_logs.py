@@ -132,6 +132,34 @@ def multiple_choice(number: int, target: str, options: list[str], values: list[f
     return json.dumps(line) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("choices", "target", "gold"),
+    [
+        (["red", "blue", "green", "none"], "2", "C"),
+        ({"text": ["red", "blue"], "label": ["A", "B"]}, 1, "B"),
+        (["1", "2", "3"], "2", "2"),  # the option itself
+        (["red", "blue"], "blue", "blue"),
+        (["red", "blue"], "7", "7"),
+        (None, "2", "2"),
+    ],
+)
+def test_an_index_of_lm_eval_is_the_letter_that_a_response_names(
+    tmp_path: Path, choices: object, target: object, gold: str
+) -> None:
+    line = {
+        "doc_id": 0,
+        "doc": {"question": "Which?", **({} if choices is None else {"choices": choices})},
+        "target": target,
+        "arguments": {"gen_args_0": {"arg_0": "Which?", "arg_1": {"until": ["Q:"]}}},
+        "resps": [[f"The answer is \\boxed{{{gold}}}."]],
+        "filter": "none",
+    }
+    (tmp_path / "samples_mmlu_1.jsonl").write_text(json.dumps(line) + "\n")
+    summary = import_log(tmp_path / "samples_mmlu_1.jsonl", tmp_path / "out")
+    assert fields_of(tmp_path / "out", "gold") == [(gold,)]
+    assert summary.accuracy == 1.0
+
+
 def test_an_lm_eval_log_of_multiple_choice_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "samples_arc_1.jsonl"
     file.write_text(
