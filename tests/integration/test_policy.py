@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import heartbeat
@@ -93,7 +94,9 @@ def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[st
 
 def _expected(config: Config, batch: Batch) -> dict[str, Any]:
     """Run the same update in one process without FSDP: one sequence at a time, full logits."""
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, experts_implementation="eager"
+    ).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.train.learning_rate, weight_decay=0.0
     )
@@ -494,3 +497,33 @@ def test_a_rank_whose_experts_get_no_tokens_takes_part(tmp_path: Path) -> None:
     expected = _require_same_gradients(path, [divided, {**divided, "sequence_parallel": 2}])
     by_expert = expected["model.layers.1.mlp.experts.down_proj"].flatten(1).norm(dim=1)
     assert not by_expert[:3].any() or not by_expert[3:].any()
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Counts grouped matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_products(rank: int, config: Config, batch: Batch) -> tuple[int, int]:
+    """Return the number of micro-batches of an update, and of its grouped products."""
+    policy = Policy(config.model.path or "", config)
+    shares, _ = split_batch(batch, config.train.num_data_ranks, 45)
+    with _GroupedProducts() as products:
+        policy.update(shares[rank], LossTotals.of(batch, config.train.num_data_ranks))
+    return len(shares[rank].micro_batches), products.count
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layers_experts_are_multiplied_at_once_and_not_one_by_one(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    """Two products in a forward pass, two when it is recomputed, and four backward."""
+    path = build_tiny(tmp_path, "qwen3_moe", seed=3, num_experts=6)
+    config = _config(path, {"num_ranks": num_ranks, "expert_parallel": num_ranks})
+    for num_passes, num_products in run_ranks(num_ranks, _grouped_products, config, _batch()):
+        assert num_products == 2 * (2 + 2 + 4) * num_passes > 0  # of both layers
