@@ -61,6 +61,18 @@ class Batch:
         return torch.arange(self.response_mask.shape[1]) < self.response_lengths.unsqueeze(-1)
 
     @property
+    def is_fresh(self) -> torch.Tensor:
+        """True on trained tokens that the step's own policy sampled: [B, R] bool.
+
+        With an engine's routing, only in responses without older tokens: their experts are those of
+        older weights, while the engine computed the later tokens after the new weights' experts.
+        """
+        is_old = self.is_stale
+        if self.routing is not None:
+            is_old = is_old.any(dim=-1, keepdim=True)
+        return self.response_mask & ~is_old
+
+    @property
     def lengths(self) -> np.ndarray:
         """Prompt+response tokens of each row: [B] int64."""
         return (self.prompt_lengths + self.response_lengths).numpy()

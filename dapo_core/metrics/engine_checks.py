@@ -69,7 +69,7 @@ def check_sampled_alike(
     before its first update. With top_p, top_k or algorithm.old_log_probs=engine, there is nothing
     to compare.
     """
-    is_fresh = batch.response_mask & ~batch.is_stale
+    is_fresh = batch.is_fresh
     is_comparable = config.rollout.samples_among_all and config.algorithm.old_log_probs == "policy"
     if not is_comparable or not is_fresh.any():
         return

@@ -47,7 +47,7 @@ def correction_metrics(
     if not metrics:
         return metrics
     compared = log_probs, batch.rollout_log_probs, mask
-    fresh = token_differences(log_probs, batch.rollout_log_probs, mask & ~batch.is_stale)
+    fresh = token_differences(log_probs, batch.rollout_log_probs, batch.is_fresh)
     metrics |= {f"rollout/fresh_{name}": value for name, value in fresh.items()}
     if settings.drops:
         is_dropped = mask & ~mask_rollouts(*compared, settings)

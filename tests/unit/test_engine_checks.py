@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +88,23 @@ def test_incomparable_log_probs_are_skipped() -> None:
     _sampled(0.1, is_stale=True)
     _sampled(0.1, rollout={"top_p": 0.9}, sampler={"max_staleness": 0})
     _sampled(0.1, algorithm={"old_log_probs": "engine"})
+
+
+def test_replayed_experts_of_older_weights_do_not_stop_the_training() -> None:
+    """A carried response keeps its experts; the engine continued it after those of new weights."""
+    batch = build_batch([make_group([1.0, 0.0], num_response_tokens=[3, 1])], mask_truncated=False)
+    batch.is_stale[0, 0] = True
+    log_probs = batch.rollout_log_probs + torch.tensor([[9.0, 0.1, 0.1], [0.0, 9.0, 9.0]])
+    check = functools.partial(
+        check_sampled_alike, config=config_of(), dtypes=[torch.float32], log_probs=log_probs
+    )
+    routing = [np.zeros((length, 1, 1), np.uint8) for length in batch.lengths]
+    check(batch=dataclasses.replace(batch, routing=routing))
+    with pytest.raises(RolloutError, match="of the 3 tokens they sampled differ"):
+        check(batch=batch)
+    log_probs[1, 0] += 0.1
+    with pytest.raises(RolloutError, match="of the 1 tokens they sampled differ"):
+        check(batch=dataclasses.replace(batch, routing=routing))
 
 
 def _planned(**sizes: int) -> list[PlannedTensor]:
