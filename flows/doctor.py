@@ -21,7 +21,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from dapo_core.errors import ConfigError
-from dapo_core.machine import versions
+from dapo_core.machine import torchvision_ops, versions
 from dapo_core.machine.device import accelerators
 from dapo_core.memory.devices import GIB, describe_bytes
 from durable import locked
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "dapo-pipeline"
 # `pip install` takes their CUDA builds, which break `import transformers` next to a CPU torch.
-BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+TORCHVISION, BREAK_CPU_TORCH = "torchvision", ("torchaudio", "torchcodec")
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
 # Exits with HELD_ELSEWHERE if another process holds the lock on the given file.
@@ -139,11 +139,16 @@ def check_packages() -> Finding:
 def check_torch() -> Finding:
     """Find packages that break a CPU build of torch."""
     version = _version("torch") or ""
-    found = {name: _version(name) for name in BREAK_CPU_TORCH}
+    found = {name: _version(name) for name in (TORCHVISION, *BREAK_CPU_TORCH)}
     breaking = [name for name, of in found.items() if of and not of.endswith("+cpu")]
+    if torchvision_ops.is_installed() and TORCHVISION in breaking:
+        breaking.remove(TORCHVISION)
     if version.endswith("+cpu") and breaking:
         fault = f"{version} with {', '.join(breaking)}: import transformers fails"
-        return Finding("torch", FAIL, fault, f"pip uninstall {' '.join(breaking)}")
+        advice = f"pip uninstall {' '.join(breaking)}"
+        if breaking == [TORCHVISION]:
+            advice = f"python -m {torchvision_ops.__name__}"
+        return Finding("torch", FAIL, fault, advice)
     return Finding("torch", OK, version)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from prefect.exceptions import ObjectNotFound
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
+from dapo_core.machine import torchvision_ops
 from dapo_core.machine.device import Cuda
 from dapo_core.memory.devices import GIB
 from flows import doctor
@@ -239,9 +241,18 @@ def test_incompatible_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor.check_packages()
     assert finding.status == FAIL
     assert "2.1.0, needs" in finding.found
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    if torchvision_ops.is_installed():
+        sys.meta_path.remove(torchvision_ops._Finder)
     finding = doctor.check_torch()
-    assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
-    versions["torchvision"] = "0.24.0+cpu"  # from torch's index, beside vllm-ascend
+    advice = "python -m dapo_core.machine.torchvision_ops"
+    assert (finding.status, finding.advice) == (FAIL, advice)
+    torchvision_ops.install()
+    assert doctor.check_torch().status == OK
+    versions["torchaudio"] = "2.9.0"
+    finding = doctor.check_torch()
+    assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchaudio")
+    versions |= dict.fromkeys(("torchvision", "torchaudio"), "0.24.0+cpu")  # from torch's index
     assert doctor.check_torch().status == OK
 
 

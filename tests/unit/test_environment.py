@@ -266,3 +266,23 @@ def test_an_interface_with_an_odd_name_is_quoted() -> None:
     script = f'{line}\nprintf %s "$GLOO_SOCKET_IFNAME"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stdout == odd.value
+
+
+def test_a_torchvision_without_its_compiled_operators_is_imported_beside_a_cpu_torch(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "_C.so").write_bytes(b"needs CUDA")
+    (package / "__init__.py").write_text("import torch; print(torch.ops.torchvision.nms)")
+    code = (
+        "import importlib.util, sys; from dapo_core.machine import torchvision_ops as ops;"
+        "ops.install(); ops.install(); found = importlib.util.find_spec('torchvision');"
+        "print('torch' in sys.modules); import torchvision; print(found.origin)"
+    )
+    paths = f"{tmp_path}:{PROJECT_ROOT}"
+    environment = os.environ | {"PYTHONPATH": paths}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+
+    origin = package / "__init__.py"
+    assert output.splitlines() == ["False", "torchvision.nms", str(origin)]
