@@ -25,8 +25,9 @@ from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.metrics.step import draw_metrics
+from dapo_core.model.inputs import ModelInput
 
-PROMPT = Prompt(0, tuple(range(200)), "arithmetic", "1")
+PROMPT = Prompt(0, ModelInput(tuple(range(200))), "arithmetic", "1")
 
 Result = TypeVar("Result")
 

@@ -20,6 +20,7 @@ from dapo_core.machine.environment import WORKERS
 
 if TYPE_CHECKING:
     from dapo_core.engines.base import Engine
+    from dapo_core.model.inputs import ModelInput
 
 EXAMPLE = """example, on two cores, with one and with two threads per engine:
   taskset -c 0,1 .venv/bin/python bench/engines.py --threads 1 2
@@ -79,9 +80,10 @@ def build_recipe_model(path: Path) -> Path:
     return path
 
 
-def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
-    """Token ids of prompts of the CPU recipe."""
+def recipe_prompts(model_path: Path, num_prompts: int) -> list[ModelInput]:
+    """Tokenized prompts of the CPU recipe."""
     from dapo_core.demo.arithmetic import generate_problems
+    from dapo_core.model.inputs import ModelInput
     from dapo_core.model.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model_path)
@@ -90,7 +92,8 @@ def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
         for row in rows
     ]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [ModelInput(tuple(row)) for row in rows]
 
 
 def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> Measurement:
@@ -102,7 +105,7 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> 
     prompts = recipe_prompts(model_path, NUM_PROMPTS)
     settings = EngineSettings(
         dtype="float32",
-        max_model_tokens=max(len(prompt) for prompt in prompts) + MAX_RESPONSE_TOKENS,
+        max_model_tokens=max(len(prompt.token_ids) for prompt in prompts) + MAX_RESPONSE_TOKENS,
         max_response_tokens=MAX_RESPONSE_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
         temperature=1.0,
@@ -168,7 +171,7 @@ def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> 
     return time.perf_counter() - began
 
 
-def _run_round(engine: Engine, prompts: list[list[int]], number: int) -> int:
+def _run_round(engine: Engine, prompts: list[ModelInput], number: int) -> int:
     """Generate all responses of a round and return their tokens."""
     from dapo_core.engines.base import GenerationRequest
 

@@ -46,6 +46,7 @@ from dapo_core.memory.published import PUBLISHED
 from dapo_core.memory.shape import shape_of
 from dapo_core.metrics.flops import ActorUtilization
 from dapo_core.metrics.mismatch import token_differences
+from dapo_core.model.inputs import ModelInput
 from dapo_core.policy.kernels import KERNELS, require_parity
 from dapo_core.policy.rank import Policy
 from dapo_core.training import train
@@ -379,10 +380,11 @@ def decoded(engine: Engine, sizes: Sizes, config: TrainingConfig) -> tuple[list[
     """A response to each of random prompts, and the seconds of decoding; the first run warms."""
     random = np.random.default_rng(0)
     shape = sizes.num_prompts, config.data.max_prompt_tokens
-    prompts = random.integers(NUM_TOKEN_IDS, size=shape).tolist()
+    rows = random.integers(NUM_TOKEN_IDS, size=shape).tolist()
+    prompts = [ModelInput(tuple(row)) for row in rows]
     for _ in range(2):
         began = time.perf_counter()
-        engine.submit([GenerationRequest(str(n), ids, seed=n) for n, ids in enumerate(prompts)])
+        engine.submit([GenerationRequest(str(n), one, seed=n) for n, one in enumerate(prompts)])
         responses = []
         while engine.num_unfinished():
             responses += engine.step()
@@ -392,7 +394,7 @@ def decoded(engine: Engine, sizes: Sizes, config: TrainingConfig) -> tuple[list[
         number = int(response.request_id)
         tokens = response.response_ids, response.rollout_log_probs, response.finish_reason
         rollout = Rollout(*tokens, 0.0, 0.0, "wrong", 0.0, [(0, len(response.response_ids))])
-        groups.append(Group(number, Prompt(number, tuple(prompts[number]), "", ""), [rollout]))
+        groups.append(Group(number, Prompt(number, prompts[number], "", ""), [rollout]))
     return groups, seconds
 
 

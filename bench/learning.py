@@ -192,6 +192,7 @@ def _write_answers(
 ) -> Mapping[str, Any]:
     from dapo_core.engines.base import EngineSettings, GenerationRequest
     from dapo_core.engines.factory import build_engine
+    from dapo_core.model.inputs import ModelInput
     from dapo_core.model.pretrained import load_tokenizer
     from eval.answers.grading import grade
     from eval.problems.evaluation_sets import load_set
@@ -221,7 +222,7 @@ def _write_answers(
     )
     engine = build_engine("hf", model.path, settings, seed=0)
     engine.submit(
-        [GenerationRequest(str(number), prompt, seed=0) for number, prompt in enumerate(prompts)]
+        [GenerationRequest(str(n), ModelInput(tuple(ids)), seed=0) for n, ids in enumerate(prompts)]
     )
     with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
         while engine.num_unfinished():

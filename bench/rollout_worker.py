@@ -88,8 +88,8 @@ def measure(engine: str, model_path: Path) -> tuple[list[Pass], list[Pass]]:
         {"data": data, "model": {"source": "recipe"}, "rollout": rollout, "reward": reward}
     )
     requests = [
-        GroupRequest(number, Prompt(number, tuple(ids), "arithmetic", "1"), 1)
-        for number, ids in enumerate(recipe_prompts(model_path, NUM_GROUPS))
+        GroupRequest(number, Prompt(number, prompt, "arithmetic", "1"), 1)
+        for number, prompt in enumerate(recipe_prompts(model_path, NUM_GROUPS))
     ]
     bare, worked = [], []
     with connected_to_ray(config.train, num_cpus=2):
@@ -146,9 +146,9 @@ def _measured_worker() -> type:
             while left or engine.num_unfinished():
                 while left and engine.num_unfinished() <= (NUM_OPEN - 1) * self.group_size:
                     group, seeds = left.pop(0), range(self.group_size)
-                    ids = group.prompt.prompt_ids
+                    prompt = group.prompt.input
                     self.submit_requests(
-                        [GenerationRequest(f"{group.group_id}/{seed}", ids, seed) for seed in seeds]
+                        [GenerationRequest(f"{group.group_id}/{n}", prompt, n) for n in seeds]
                     )
                 num_tokens += sum(len(response.response_ids) for response in self.step())
             return Pass(num_tokens, time.perf_counter() - began)

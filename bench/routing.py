@@ -25,6 +25,7 @@ from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
+from dapo_core.model.inputs import ModelInput
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
 
@@ -73,7 +74,7 @@ def sample(folder: Path, dtype: str) -> Batch:
         records_routing=True,
     )
     prompts = [
-        [5 + (7 * number + 3 * place) % 250 for place in range(40 + number)]
+        ModelInput(tuple(5 + (7 * number + 3 * place) % 250 for place in range(40 + number)))
         for number in range(NUM_PROMPTS)
     ]
     engine = build_engine("vllm", folder, settings, seed=0)
@@ -82,19 +83,19 @@ def sample(folder: Path, dtype: str) -> Batch:
     groups = [
         Group(
             number,
-            Prompt(number, tuple(prompt_ids), "none", ""),
+            Prompt(number, prompt, "none", ""),
             [_rollout(responses[f"{number}/{each}"]) for each in range(GROUP_SIZE)],
         )
-        for number, prompt_ids in enumerate(prompts)
+        for number, prompt in enumerate(prompts)
     ]
     return build_batch(groups, mask_truncated=False)
 
 
-def _finish(engine: Engine, prompts: Sequence[Sequence[int]]) -> dict[str, Response]:
+def _finish(engine: Engine, prompts: Sequence[ModelInput]) -> dict[str, Response]:
     engine.submit(
         [
-            GenerationRequest(f"{number}/{each}", prompt_ids, 100 * number + each)
-            for number, prompt_ids in enumerate(prompts)
+            GenerationRequest(f"{number}/{each}", prompt, 100 * number + each)
+            for number, prompt in enumerate(prompts)
             for each in range(GROUP_SIZE)
         ]
     )

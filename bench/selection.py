@@ -31,6 +31,7 @@ from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.report import DrawProgress
 from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import NO_LOG_PROBS, FinishReason, Response
+from dapo_core.model.inputs import ModelInput
 from dapo_core.reward.scorers import Verdict
 
 LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response
@@ -213,7 +214,7 @@ def simulate(
 ) -> Selection:
     """Draw `num_steps` steps with the sampler."""
     engines: Any = SimulatedEngines(num_engines, num_slots)
-    prompts = [Prompt(0, (), "simulated", "")]
+    prompts = [Prompt(0, ModelInput(()), "simulated", "")]
     progress = DrawProgress(train_prompts, str, clock=lambda: engines.now)
     sampler = Sampler(engines, PromptStream(prompts, 0, False), settings, progress)
     draws, drawn_in, ages = list[Draw](), dict[int, int](), list[int]()

@@ -16,6 +16,7 @@ from dapo_core.algorithm.loss_tokens import LossTokens, Responses
 from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
+from dapo_core.model.inputs import ModelInput
 from dapo_core.reward.scorers import Verdict
 
 UNSCORED = float("nan")  # the reward of a response whose scorer timed out
@@ -57,7 +58,7 @@ def make_group(
         for reward, length in zip(rewards, lengths, strict=True)
     ]
     prompt_ids = tuple(draw.randrange(5, 200) for _ in range(num_prompt_tokens))
-    return Group(index, Prompt(index, prompt_ids, "arithmetic", "1"), rollouts)
+    return Group(index, Prompt(index, ModelInput(prompt_ids), "arithmetic", "1"), rollouts)
 
 
 def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:

@@ -22,6 +22,7 @@ from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.machine.digests import content_part
 from dapo_core.machine.timers import PhaseTimer
+from dapo_core.model.inputs import ModelInput
 from tests.batches import make_group
 from tests.configs import make_config
 from tests.plain import plain
@@ -51,7 +52,7 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
             overlong_penalty=-0.3,
         )
     ]
-    prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
+    prompt = Prompt(7, ModelInput((3, 4)), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
     ids = np.array([5, 6], np.int32)
     routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     responses = [

@@ -16,11 +16,12 @@ from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.report import DrawProgress
 from dapo_core.draw.sampler import Sampler
 from dapo_core.engines.base import FinishReason, Response
+from dapo_core.model.inputs import ModelInput
 from tests.batches import make_group
 
 RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]
 TOKENS_PER_GROUP = 6  # two responses of three tokens
-PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
+PROMPTS = [Prompt(index, ModelInput((index + 5,)), "arithmetic", "1") for index in range(7)]
 
 
 class ScriptedSource:

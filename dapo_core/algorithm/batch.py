@@ -120,7 +120,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
     limit. Tokens sampled before `policy_version` are stale. Old log-probs are None and advantages
     NaN.
     """
-    prompts = [np.array(group.prompt.prompt_ids) for group in groups]
+    prompts = [np.array(group.prompt.input.token_ids) for group in groups]
     pairs = [
         (prompt_ids, rollout)
         for prompt_ids, group in zip(prompts, groups, strict=True)

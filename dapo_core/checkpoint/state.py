@@ -17,6 +17,7 @@ from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import NO_IDS, NO_LOG_PROBS, Response
 from dapo_core.errors import CheckpointError
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.routers import NO_ROUTING
 
 STATE_FILE = "trainer_state.json"
@@ -176,4 +177,7 @@ def _spans(values: list[list[int]]) -> VersionSpans:
 
 
 def _prompt(values: dict[str, Any]) -> Prompt:
-    return Prompt(**{**values, "prompt_ids": tuple(values["prompt_ids"])})
+    given = {**values}
+    earlier = {"token_ids": given.pop("prompt_ids", None)}  # of earlier checkpoints
+    token_ids = given.pop("input", earlier)["token_ids"]
+    return Prompt(**given, input=ModelInput(tuple(token_ids)))

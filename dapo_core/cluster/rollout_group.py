@@ -95,7 +95,7 @@ class RolloutGroup:
         self.actors.get([worker.wake.remote(states) for worker in self.workers])
 
     def log_probs(self, sequences: Sequences) -> list[list[list[float]]]:
-        """Return each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
+        """Return each engine's log-probs of (prompt, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 
     def _take(self, reference: Any) -> list[Group]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo_core.errors import DataError
+from dapo_core.model.inputs import ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,11 @@ TURNS = 1000  # prompts per cycle over several sets
 class Prompt:
     """One tokenized problem.
 
-    Example: Prompt(index=7, prompt_ids=(1, 52, 9), data_source="arithmetic", ground_truth="132")
+    Example: Prompt(7, ModelInput((1, 52, 9)), "arithmetic", "132")
     """
 
     index: int  # row in its file
-    prompt_ids: tuple[int, ...]
+    input: ModelInput
     data_source: str
     ground_truth: str
     # of the row, in JSON types
@@ -75,11 +76,11 @@ class TokenizedPrompts:
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         offset = row - int(self._firsts[number])
         fields = self._file.get_batch(number).slice(offset, 1).to_pylist()[0]
-        prompt_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
+        token_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
         extra_info = json.loads(fields.pop("extra_info"))
         number = fields.pop("set")
         dataset = self._datasets[number if len(self._datasets) > 1 else 0]
-        own = {"index": row, "prompt_ids": prompt_ids, "extra_info": extra_info}
+        own = {"index": row, "input": ModelInput(token_ids), "extra_info": extra_info}
         return Prompt(**own, dataset=dataset, **fields)
 
 

@@ -172,7 +172,7 @@ class RolloutWorker:
         return self.engine.run(lambda engine: engine.loaded)
 
     def log_probs(self, sequences: Sequences) -> list[list[float]]:
-        """Return the engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
+        """Return the engine's log-probs of (prompt, response_ids) pairs at temperature 1."""
         return self.engine.run(lambda engine: engine.log_probs(sequences))
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class RolloutWorker:
     ) -> GenerationRequest:
         return GenerationRequest(
             _request_id(request.group_id, sample),
-            request.prompt.prompt_ids,
+            request.prompt.input,
             sample_seed(self.config.run.seed, request.step, request.group_id, sample),
             so_far.response_ids,
             so_far.rollout_log_probs,
@@ -209,7 +209,7 @@ class RolloutWorker:
         self._scoring[key] = (group_id, sample)
         ids = response.response_ids.tolist()
         fields = prompt.data_source, ids, prompt.ground_truth, prompt.extra_info
-        self.pool.submit(key, ScoreRequest(*fields, prompt.prompt_ids))
+        self.pool.submit(key, ScoreRequest(*fields, prompt.input.token_ids))
 
     def _take_scores(self) -> list[Group]:
         """Record new scores; returns the groups that they complete."""

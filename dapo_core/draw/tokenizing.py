@@ -31,6 +31,7 @@ from dapo_core.draw.prompts import (
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.machine.digests import file_digest
 from dapo_core.model.folder import model_files
+from dapo_core.model.inputs import ModelInput
 from durable import publish, write_atomically
 from eval.problems.files import files_of, iterate_problems, refuse_faults
 from eval.problems.rows import CHAT, Unusable
@@ -74,7 +75,7 @@ def tokenize_prompts(
     return [
         Prompt(
             index=index,
-            prompt_ids=tuple(prompt_ids[index].tolist()),
+            input=ModelInput(tuple(prompt_ids[index].tolist())),
             data_source=str(problem.data_source),
             ground_truth=problem.gold,
             extra_info=json.loads(json.dumps(problem.extra_info)),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.routers import NO_ROUTING, Experts, RoutingRecord
 from dapo_core.model.sampling import Sampling
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dapo_core.weights.inbox import Inbox
 
 FinishReason = Literal["stop", "length", "abort"]
-Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt_ids, response_ids)
+Sequences = Sequence[tuple[ModelInput, Sequence[int]]]  # (prompt, response_ids)
 TokenIds = NDArray[np.int32]  # [R]
 LogProbs = NDArray[np.float32]  # [R]
 NO_IDS, NO_LOG_PROBS = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -39,7 +40,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_ids: Sequence[int]
+    prompt: ModelInput
     seed: int
     # already sampled, possibly with older weights
     response_ids: TokenIds = field(default_factory=lambda: NO_IDS)
@@ -63,7 +64,7 @@ class Response:
     response_ids: TokenIds
     rollout_log_probs: LogProbs
     finish_reason: FinishReason
-    # of prompt_ids and response_ids, when each token was computed; the last one's is unknown.
+    # of prompt and response_ids, when each token was computed; the last one's is unknown.
     # Empty without EngineSettings.records_routing
     routing: Experts = field(default_factory=lambda: NO_ROUTING)
 
@@ -126,7 +127,7 @@ class Row:
     def response(self, reason: FinishReason) -> Response:
         """Return the response so far."""
         tokens = np.array(self.response_ids), np.array(self.rollout_log_probs)
-        num_tokens = len(self.request.prompt_ids) + len(self.response_ids)
+        num_tokens = len(self.request.prompt.token_ids) + len(self.response_ids)
         routing = NO_ROUTING if self.routing is None else self.routing.read(num_tokens)
         return Response(self.request.request_id, *tokens, reason, routing)
 
@@ -218,7 +219,7 @@ class Engine(ABC):
         self.policy_version = policy_version
 
     def log_probs(self, sequences: Sequences) -> list[list[float]]:
-        """Return the log-probs [R] of (prompt_ids, response_ids) pairs at temperature 1.
+        """Return the log-probs [R] of (prompt, response_ids) pairs at temperature 1.
 
         Raises RolloutError while requests are unfinished.
         """

@@ -215,13 +215,13 @@ class HuggingFaceEngine(Engine):
     @torch.inference_mode()
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         results: list[list[float]] = []
-        for prompt_ids, response_ids in sequences:
-            token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self._device)
+        for prompt, response_ids in sequences:
+            token_ids = torch.tensor([[*prompt.token_ids, *response_ids]], device=self._device)
             logits = self._model(
                 input_ids=token_ids, use_cache=False, logits_to_keep=len(response_ids) + 1
             ).logits
             log_probs = logits[0, :-1].float().log_softmax(dim=-1)
-            chosen = token_ids[0, len(prompt_ids) :].unsqueeze(-1)
+            chosen = token_ids[0, len(prompt.token_ids) :].unsqueeze(-1)
             results.append(log_probs.gather(1, chosen).squeeze(-1).tolist())
         return results
 
@@ -250,7 +250,7 @@ class HuggingFaceEngine(Engine):
             for row, number in zip(rows, numbers.tolist(), strict=True):
                 assert row.routing is not None
                 row.routing.put(0, routing[number, longest - int(lengths[number]) :])
-        prompt_lengths = [len(row.request.prompt_ids) for row in rows]
+        prompt_lengths = [len(row.request.prompt.token_ids) for row in rows]
         samplings = [self._sampling_number(row) for row in rows]
         wave = _Batch(
             rows=list(rows),
@@ -428,7 +428,7 @@ def _filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tens
 
 
 def _tokens_so_far(row: Row) -> tuple[int, ...]:
-    return (*row.request.prompt_ids, *row.response_ids)
+    return (*row.request.prompt.token_ids, *row.response_ids)
 
 
 def _stack(*parts: torch.Tensor) -> torch.Tensor:

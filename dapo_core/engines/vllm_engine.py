@@ -93,7 +93,7 @@ class VllmEngine(Engine):
     def _queue(self, row: Row) -> None:
         request, settings = row.request, self.settings
         sampling = request.sampling or settings.sampling
-        token_ids = [*request.prompt_ids, *row.response_ids]
+        token_ids = [*request.prompt.token_ids, *row.response_ids]
         if self._routing is not None:
             row.routing = self._routing.begin(request.request_id, token_ids, request.routing)
         self._add(
@@ -163,15 +163,15 @@ class VllmEngine(Engine):
             self._engine.wake_up(list(states))
 
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
-        for number, (prompt_ids, response_ids) in enumerate(sequences):
-            num_tokens = len(prompt_ids) + len(response_ids)
+        for number, (prompt, response_ids) in enumerate(sequences):
+            num_tokens = len(prompt.token_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
                 raise RolloutError(
                     f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for "
                     f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or "
                     "data.max_prompt_tokens"
                 )
-            token_ids = [*prompt_ids, *response_ids]
+            token_ids = [*prompt.token_ids, *response_ids]
             if self._routing is not None:  # its prompt may serve later requests
                 self._routing.begin(str(number), token_ids, NO_ROUTING)
             self._add(
@@ -191,8 +191,8 @@ class VllmEngine(Engine):
         if not self._is_last_stage:
             return [[] for _ in sequences]
         return [
-            _chosen(found[number][len(prompt_ids) :], response_ids)
-            for number, (prompt_ids, response_ids) in enumerate(sequences)
+            _chosen(found[number][len(prompt.token_ids) :], response_ids)
+            for number, (prompt, response_ids) in enumerate(sequences)
         ]
 
     def close(self) -> None:

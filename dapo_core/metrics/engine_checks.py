@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.engines.base import Sequences
 from dapo_core.errors import RolloutError
+from dapo_core.model.inputs import ModelInput
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,8 @@ def probe_difference(
     coarsest = _coarsest(dtypes)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
     sequences = [
-        (row[:num_prompt].tolist(), row[num_prompt : num_prompt + num_response].tolist())
-        for row, (num_prompt, num_response) in zip(probe.token_ids, lengths, strict=True)
+        (ModelInput(tuple(ids[:num_prompt])), ids[num_prompt : num_prompt + num_response])
+        for ids, (num_prompt, num_response) in zip(probe.token_ids.tolist(), lengths, strict=True)
     ]
     expected = [
         value

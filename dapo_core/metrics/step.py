@@ -102,7 +102,7 @@ def response_metrics(
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
-    prompts = [len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts]
+    prompts = [len(group.prompt.input.token_ids) for group in groups for _ in group.rollouts]
     prompt_lengths = np.array(prompts)
     verdicts = [rollout.verdict for rollout in rollouts]
     is_truncated = [rollout.is_truncated for rollout in rollouts]
@@ -232,7 +232,7 @@ def timing_metrics(
     """
     num_response_tokens = sum(group.num_response_tokens for group in groups)
     num_tokens = num_response_tokens + sum(
-        len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups
+        len(group.prompt.input.token_ids) * len(group.rollouts) for group in groups
     )
     per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
     return {

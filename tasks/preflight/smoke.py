@@ -186,7 +186,7 @@ def _sample(model: Path, config: ChainConfig, problems: Sequence[Problem]) -> li
     prompts = tokenize_prompts(
         problems, tokenizer, sys.maxsize, config.rollout.chat_template_kwargs
     )
-    fitting = [one for one in prompts if len(one.prompt_ids) <= config.data.max_prompt_tokens]
+    fitting = [one for one in prompts if len(one.input.token_ids) <= config.data.max_prompt_tokens]
     build = partial(
         build_engine,
         config.rollout.engine,

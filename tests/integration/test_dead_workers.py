@@ -33,6 +33,7 @@ from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.draw.groups import GroupRequest
 from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
+from dapo_core.model.inputs import ModelInput
 from flows.config import Config
 from tasks.processes.supervisor import descendants
 from tests.batches import random_batch
@@ -51,7 +52,8 @@ ERRORS = {
     "fail": RuntimeError("Connection closed by peer"),
 }
 REQUESTS = [
-    GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(6)
+    GroupRequest(number, Prompt(number, ModelInput((5, 6)), "arithmetic", "1"), 1)
+    for number in range(6)
 ]
 KILLED = r"died: it was killed, for example by the kernel when memory ran out, or it crashed"
 

@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 from dapo_core.engines.base import Engine, GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.model.folder import SINGLE_FILE
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.routers import UNKNOWN_EXPERT, Experts, routers_of
 from tests.tiny_models import build_tiny, tiny_engine_settings
 
 SETTINGS = replace(tiny_engine_settings(), max_response_tokens=24, records_routing=True)
 SHARED = [5 + 7 * number % 200 for number in range(40)]  # more than vLLM's block of 32 tokens
-PROMPTS = [[*SHARED, *range(20, 22 + number)] for number in range(3)]
+PROMPTS = [ModelInput((*SHARED, *range(20, 22 + number))) for number in range(3)]
 SIBLINGS = 3
 
 
@@ -76,7 +77,7 @@ def _require_routing(
         if not len(response.response_ids):  # aborted before it began
             assert response.routing.size == 0
             continue
-        expected = _expected(path, [*request.prompt_ids, *response.response_ids.tolist()])
+        expected = _expected(path, [*request.prompt.token_ids, *response.response_ids.tolist()])
         assert response.routing.shape == expected.shape
         assert (response.routing[-1] == UNKNOWN_EXPERT).all()
         start = first[request.request_id] if first else 0

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from dapo_core.engines.base import Engine, GenerationRequest, LogProbs, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import RolloutError
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.sampling import GREEDY, Sampling
 from tests.tiny_models import tiny_engine_settings
 from tests.two_processes import engine_of_two_processes
@@ -83,7 +84,7 @@ def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
     """Make two requests per prompt of 1 to 60 tokens."""
     numbers = random.Random(3)
     prompts = [
-        [numbers.randrange(4, 300) for _ in range(numbers.randrange(1, 60))]
+        ModelInput(tuple(numbers.randrange(4, 300) for _ in range(numbers.randrange(1, 60))))
         for _ in range((num_requests + 1) // 2)
     ]
     return [
@@ -111,13 +112,13 @@ def tokens_of(responses: dict[str, Response]) -> dict[str, list[int]]:
 
 
 def reference_log_probs(
-    model: Any, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float = 1.0
+    model: Any, prompt: ModelInput, response_ids: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Compute log-probs of the response with one forward pass over the whole sequence."""
-    token_ids = torch.tensor([[*prompt_ids, *response_ids]])
+    token_ids = torch.tensor([[*prompt.token_ids, *response_ids]])
     with torch.no_grad():
         log_probs = (model(token_ids).logits[0] / temperature).log_softmax(dim=-1)
-    first = len(prompt_ids)
+    first = len(prompt.token_ids)
     return log_probs[first - 1 : -1].gather(1, token_ids[0, first:].unsqueeze(-1)).squeeze(-1)
 
 
@@ -153,9 +154,7 @@ def test_responses_stop_correctly_and_have_the_sampling_log_probs(engine, model_
     assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
     for request in requests:
         response = responses[request.request_id]
-        expected = reference_log_probs(
-            model, request.prompt_ids, response.response_ids, temperature
-        )
+        expected = reference_log_probs(model, request.prompt, response.response_ids, temperature)
         require_equal(response.rollout_log_probs, expected)
         assert END not in response.response_ids[:-1]
         assert (response.response_ids[-1] == END) == (response.finish_reason == "stop")
@@ -164,12 +163,12 @@ def test_responses_stop_correctly_and_have_the_sampling_log_probs(engine, model_
 
 def test_log_probs_equal_a_plain_forward_pass(engine, model_path):
     model = load_model(model_path)
-    whole = list(range(4, 4 + MAX_MODEL_TOKENS))
+    whole = tuple(range(4, 4 + MAX_MODEL_TOKENS))
     sequences = [
-        ([5, 6, 7], [8, 9]),
-        ([200], [4]),
-        (list(range(10, 60)), list(range(90, 110))),
-        (whole[:70], whole[70:]),
+        (ModelInput((5, 6, 7)), [8, 9]),
+        (ModelInput((200,)), [4]),
+        (ModelInput(tuple(range(10, 60))), list(range(90, 110))),
+        (ModelInput(whole[:70]), whole[70:]),
     ]
     for sequence, given in zip(sequences, engine.log_probs(sequences), strict=True):
         require_equal(given, reference_log_probs(model, *sequence))
@@ -191,13 +190,14 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
 def test_responses_follow_the_models_distribution(engine, model_path):
     """The ten most likely first tokens, each within 4.5 standard deviations of 1000 samples."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
-    prompt_ids = [5, 6, 7, 8]
+    prompt = ModelInput((5, 6, 7, 8))
     with torch.no_grad():
-        probs = load_model(model_path)(torch.tensor([prompt_ids])).logits[0, -1].softmax(dim=-1)
+        logits = load_model(model_path)(torch.tensor([prompt.token_ids])).logits
+    probs = logits[0, -1].softmax(dim=-1)
     num_samples = 1000
     counts = [0] * len(probs)
     for response in run(
-        engine, [GenerationRequest(str(i), prompt_ids, seed=i) for i in range(num_samples)]
+        engine, [GenerationRequest(str(i), prompt, seed=i) for i in range(num_samples)]
     ).values():
         counts[response.response_ids[0]] += 1
     for token in probs.topk(10).indices.tolist():
@@ -221,7 +221,7 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
     )
     assert tokens_of(mixed) == tokens_of(alone)
     for request in greedy:
-        response, prompt_ids = mixed[request.request_id], torch.tensor([request.prompt_ids])
+        response, prompt_ids = mixed[request.request_id], torch.tensor([request.prompt.token_ids])
         expected = model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
@@ -230,8 +230,8 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
             eos_token_id=END,
             pad_token_id=0,
         )
-        assert response.response_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
-        at_temperature_one = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert response.response_ids.tolist() == expected[0, prompt_ids.shape[1] :].tolist()
+        at_temperature_one = reference_log_probs(model, request.prompt, response.response_ids)
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
     engine.settings = SETTINGS
@@ -242,7 +242,7 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
     requests = make_requests(2)
     # two full cache blocks
-    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]
+    requests = [replace(request, prompt=ModelInput(tuple(range(4, 68)))) for request in requests]
     before = run(engine, requests)
     model = load_model(model_path)
     with torch.no_grad():
@@ -254,13 +254,11 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
     old_model = load_model(model_path)
     for request in requests:
         response = after[request.request_id]
-        old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
-        new = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        old = reference_log_probs(old_model, request.prompt, response.response_ids)
+        new = reference_log_probs(model, request.prompt, response.response_ids)
         require_equal(response.rollout_log_probs, new)
         assert largest_difference(response.rollout_log_probs, old) > 0.01
-    sequences = [
-        (request.prompt_ids, before[request.request_id].response_ids) for request in requests
-    ]
+    sequences = [(request.prompt, before[request.request_id].response_ids) for request in requests]
     for sequence, given in zip(sequences, engine.log_probs(sequences), strict=True):
         require_equal(given, reference_log_probs(model, *sequence))
 
@@ -276,8 +274,9 @@ def test_siblings_share_cached_prompt_blocks(engine, monkeypatch):
         return outputs
 
     monkeypatch.setattr(engine._engine, "step", watched)
-    prompt_ids = [5 + index % 50 for index in range(70)]  # two blocks of 32 and a remainder
-    engine.submit([GenerationRequest(str(seed), prompt_ids, seed) for seed in range(4)])
+    # two blocks of 32 and a remainder
+    prompt = ModelInput(tuple(5 + index % 50 for index in range(70)))
+    engine.submit([GenerationRequest(str(seed), prompt, seed) for seed in range(4)])
     while engine.num_unfinished():
         engine.step()
     assert cached == {"0": 0, "1": 64, "2": 64, "3": 64}
@@ -333,8 +332,8 @@ def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
         response = responses[request.request_id]
         so_far = partial[request.request_id].response_ids
         assert response.response_ids[:5].tolist() == so_far.tolist()
-        old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
-        new = reference_log_probs(new_model, request.prompt_ids, response.response_ids)
+        old = reference_log_probs(old_model, request.prompt, response.response_ids)
+        new = reference_log_probs(new_model, request.prompt, response.response_ids)
         require_equal(response.rollout_log_probs, torch.cat([old[:5], new[5:]]))
         assert len(response.response_ids) <= MAX_RESPONSE_TOKENS
         if response.finish_reason == "length":
@@ -380,10 +379,11 @@ def test_wrong_weights_are_reported_and_a_complete_update_recovers(engine, model
         engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
     assert engine.policy_version == 0
     tied_head = ("lm_head.weight", weights["model.embed_tokens.weight"])  # optional
-    expected = reference_log_probs(load_model(model_path), [5, 6, 7], [8, 9])
+    prompt = ModelInput((5, 6, 7))
+    expected = reference_log_probs(load_model(model_path), prompt, [8, 9])
     for version, whole in ((2, weights.items()), (3, [*weights.items(), tied_head])):
         engine.load_weights(whole, version)
-        require_equal(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected)
+        require_equal(engine.log_probs([(prompt, [8, 9])])[0], expected)
 
 
 def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine):
@@ -393,7 +393,7 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
     with pytest.raises(
         RolloutError, match="cannot compute log-probs while 1 requests are unfinished"
     ):
-        engine.log_probs([([5], [6])])
+        engine.log_probs([(ModelInput((5,)), [6])])
 
 
 def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model_path):
@@ -421,11 +421,11 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model
     with pytest.raises(
         RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache not loaded"
     ):
-        engine.log_probs([([5], [6])])
+        engine.log_probs([(ModelInput((5,)), [6])])
     engine.wake({"kv_cache"})
     after = run(engine, requests)
     for request in requests:
         response = after[request.request_id]
-        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        expected = reference_log_probs(model, request.prompt, response.response_ids)
         assert largest_difference(response.rollout_log_probs, expected) < 1e-4
     assert tokens_of(after) != tokens_of(before)

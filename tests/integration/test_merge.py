@@ -23,6 +23,7 @@ from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE
+from dapo_core.model.inputs import ModelInput
 from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
 from tests.checkpoints import Harmful, ShardsOf, flip, make_state
@@ -191,7 +192,7 @@ def merged(trained: Trained) -> Path:
 @runs_experts
 def test_vllm_and_transformers_give_the_same_log_probs(merged: Path) -> None:
     engine = build_engine("vllm", merged, tiny_engine_settings(), seed=0)
-    given = engine.log_probs([(PROMPT_IDS, RESPONSE_IDS)])[0]
+    given = engine.log_probs([(ModelInput(tuple(PROMPT_IDS)), RESPONSE_IDS)])[0]
     engine.close()
     ids = torch.tensor([PROMPT_IDS + RESPONSE_IDS])
     with torch.no_grad():

@@ -17,13 +17,15 @@ from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import WorkerDied
 from dapo_core.machine.timers import PhaseTimer
 from dapo_core.metrics.engine_checks import probe_difference
+from dapo_core.model.inputs import ModelInput
 from dapo_core.turns import Turns
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
 
 REQUESTS = [
-    GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)
+    GroupRequest(number, Prompt(number, ModelInput((5, 6)), "arithmetic", "1"), 1)
+    for number in range(4)
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,12 @@ import torch
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.draw.rollout import RolloutWorker
+from dapo_core.engines.base import Sequences
 from dapo_core.engines.factory import build_engine, engine_settings
 from dapo_core.errors import RolloutError
 from dapo_core.machine.device import Cpu
 from dapo_core.metrics.engine_checks import probe_difference
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sharding import local_part
 from dapo_core.policy.model import reshard
@@ -62,9 +64,7 @@ class InProcess:
             plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version
         )
 
-    def log_probs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[list[float]]]:
+    def log_probs(self, sequences: Sequences) -> list[list[list[float]]]:
         """Return the log-probs of the one engine."""
         return [self.worker.log_probs(sequences)]
 
@@ -173,9 +173,8 @@ def _engine_log_probs(cluster: Any) -> torch.Tensor:
     """Return the engine's log-probs of the first probe response."""
     start, count = int(PROBE.prompt_lengths[0]), int(PROBE.response_lengths[0])
     ids = PROBE.token_ids[0].tolist()
-    return torch.tensor(
-        cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0]
-    )
+    sequence = ModelInput(tuple(ids[:start])), ids[start : start + count]
+    return torch.tensor(cluster.rollouts.log_probs([sequence])[0][0])
 
 
 def _difference(cluster: Any) -> float:

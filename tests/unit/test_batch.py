@@ -17,6 +17,7 @@ from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
+from dapo_core.model.inputs import ModelInput
 from tests.batches import UNSCORED, make_group, random_batch
 from tests.plain import plain
 
@@ -28,7 +29,10 @@ def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> R
 
 
 def _groups() -> list[Group]:
-    prompts = [Prompt(0, (5, 6), "arithmetic", "1"), Prompt(1, (3, 3, 3), "arithmetic", "1")]
+    prompts = [
+        Prompt(0, ModelInput((5, 6)), "arithmetic", "1"),
+        Prompt(1, ModelInput((3, 3, 3)), "arithmetic", "1"),
+    ]
     first = [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")]
     second = [_rollout([4]), _rollout([], "abort")]
     return [Group(0, prompts[0], first), Group(1, prompts[1], second)]

@@ -37,8 +37,8 @@ def test_the_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
     assert plain(read_state(write_state(tmp_path, state))) == plain(state)
 
 
-def test_log_probs_in_double_precision_and_tokens_without_routing_are_read(tmp_path: Path) -> None:
-    """As earlier checkpoints hold them, with empty lists of tokens beside them."""
+def test_groups_carried_by_earlier_checkpoints_are_read(tmp_path: Path) -> None:
+    """Prompt tokens beside the prompt's other fields, no routing, log-probs in double precision."""
     state = make_state(20)
     responses = state.unfinished[0].responses
     responses[0] = replace(responses[0], routing=NO_ROUTING)
@@ -51,6 +51,8 @@ def test_log_probs_in_double_precision_and_tokens_without_routing_are_read(tmp_p
     rollouts = [each for group in groups["surplus"] for each in group["rollouts"]]
     for response in [*rollouts, *groups["unfinished"][0]["responses"]]:
         response |= {"response_ids": [], "rollout_log_probs": []}
+    for group in [*groups["surplus"], *groups["unfinished"]]:
+        group["prompt"]["prompt_ids"] = group["prompt"].pop("input")["token_ids"]
     (path / GROUPS_FILE).write_text(json.dumps(groups), encoding="utf-8")
     read = read_state(path)
     assert plain(read) == plain(state)

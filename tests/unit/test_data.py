@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from dapo_core.draw.prompts import Prompt, PromptStream, interleave
 from dapo_core.errors import ModelError
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.pretrained import load_tokenizer
 from tests.tiny_models import tiny_tokenizer
 
-PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]
+PROMPTS = [Prompt(index, ModelInput((index,)), "arithmetic", str(index)) for index in range(5)]
 
 
 def _order(stream: PromptStream, count: int) -> list[int]:

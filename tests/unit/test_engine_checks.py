@@ -50,7 +50,7 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
         engine_log_probs, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype]
     )
     assert requested == [
-        (list(group.prompt.prompt_ids), rollout.response_ids.tolist()) for rollout in group.rollouts
+        (group.prompt.input, rollout.response_ids.tolist()) for rollout in group.rollouts
     ]
     return difference
 

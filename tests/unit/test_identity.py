@@ -15,6 +15,7 @@ from dapo_core.config.fields import is_volatile, known_fields
 from dapo_core.config.train import TrainConfig
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.model.inputs import ModelInput
 from flows.config import Config
 from tasks.stages import TRAIN_POLICY
 from tests.configs import make_config
@@ -31,7 +32,9 @@ def model_path(tmp_path: Path) -> Path:
 
 
 def _identity(model_path: Path, answer: str = "1", **sections: dict) -> dict:
-    stream = PromptStream([Prompt(0, (3, 4), "arithmetic", answer)], seed=0, shuffle=True)
+    stream = PromptStream(
+        [Prompt(0, ModelInput((3, 4)), "arithmetic", answer)], seed=0, shuffle=True
+    )
     return training_identity(make_config(model_path, **sections), stream.digest, model_path)
 
 

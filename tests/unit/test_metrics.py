@@ -25,6 +25,7 @@ from dapo_core.metrics.step import (
     seqlen_metrics,
     update_metrics,
 )
+from dapo_core.model.inputs import ModelInput
 from dapo_core.reward.scorers import Verdict
 from tests.batches import UNSCORED, make_group
 
@@ -45,7 +46,7 @@ def _rollout(
     )
 
 
-PROMPT = Prompt(0, (5, 6), "arithmetic", "1")
+PROMPT = Prompt(0, ModelInput((5, 6)), "arithmetic", "1")
 
 
 def _groups() -> list[Group]:
@@ -56,7 +57,7 @@ def _groups() -> list[Group]:
     ]
     return [
         Group(0, PROMPT, first),
-        Group(1, Prompt(1, (5, 6, 7), "arithmetic", "1"), second),
+        Group(1, Prompt(1, ModelInput((5, 6, 7)), "arithmetic", "1"), second),
     ]
 
 

@@ -39,7 +39,7 @@ def test_the_published_step() -> None:
     prompt_ids, num_response_tokens = range(7718944 - 7562384), 7562384  # 7385.140625 * 1024
     group: Any = SimpleNamespace(
         num_response_tokens=num_response_tokens,
-        prompt=SimpleNamespace(prompt_ids=prompt_ids),
+        prompt=SimpleNamespace(input=SimpleNamespace(token_ids=prompt_ids)),
         rollouts=[None],
     )
     seconds = {

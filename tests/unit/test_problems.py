@@ -399,7 +399,7 @@ def test_preparation_validation_and_evaluation_agree_on_every_format(
     asked = tokenizer.apply_chat_template(
         [dict(m) for m in item.prompt], add_generation_prompt=True, tokenize=False
     )
-    assert list(prompt.prompt_ids) == tokenizer(str(asked), add_special_tokens=False).input_ids
+    assert list(prompt.input.token_ids) == tokenizer(str(asked), add_special_tokens=False).input_ids
     scorers = VERL_SCORERS if compat == "verl" else SCORERS
     if prompt.data_source != "arith":
         scorer = scorers[routes()[prompt.data_source]]

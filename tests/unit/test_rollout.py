@@ -20,6 +20,7 @@ from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.rollout import NOT_BEGUN, RolloutWorker, sample_seed
 from dapo_core.engines.base import GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import GREEDY
 from tests.configs import make_config
@@ -42,7 +43,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(extra_info.get("seconds", 0))
     return {"score": len(solution_str) + float(ground_truth), "acc": len(solution_str) % 2}
 """
-PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index in range(NUM_GROUPS)]
+PROMPTS = [
+    Prompt(index, ModelInput((5 + index, 9, 12)), "anything", str(index))
+    for index in range(NUM_GROUPS)
+]
 STEP = 6
 FAR = 240.0
 REQUESTS = [GroupRequest(100 + prompt.index, prompt, STEP) for prompt in PROMPTS]
@@ -164,7 +168,7 @@ def test_groups_contain_sampled_tokens_and_their_scores(
     alone = _generate(
         worker,
         [
-            GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed)
+            GenerationRequest(str(sample), PROMPTS[7].input, seed)
             for sample, seed in enumerate(seeds)
         ],
     )
@@ -344,7 +348,7 @@ def test_greedy_validation_does_not_change_sampled_groups(
     for index in range(3):
         group = groups[-1 - index]
         assert (len(group.rollouts), group.prompt) == (1, PROMPTS[index])
-        request = GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, sampling=GREEDY)
+        request = GenerationRequest("x", PROMPTS[index].input, seed=index, sampling=GREEDY)
         alone.append(_generate(worker, [request])["x"])
     assert _tokens([groups[-1 - index] for index in range(3)]) == [
         [response_ids] for response_ids in alone
@@ -369,7 +373,7 @@ def test_a_sample_seed_depends_on_run_step_group_and_sample() -> None:
 
 @pytest.mark.slow
 def test_time_spent_only_on_scoring_is_reported(worker: RolloutWorker) -> None:
-    slow = Prompt(0, (5, 9), "anything", "0", {"seconds": 0.3})
+    slow = Prompt(0, ModelInput((5, 9)), "anything", "0", {"seconds": 0.3})
     worker.submit([GroupRequest(104, slow, STEP)])
     wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
     started = time.monotonic()
@@ -397,7 +401,7 @@ def test_scores_of_suspended_responses_are_ignored(
 
 
 def test_a_failing_scorer_gives_an_error_verdict(worker: RolloutWorker) -> None:
-    broken = Prompt(0, (5, 9), "anything", "0", {"broken": True})
+    broken = Prompt(0, ModelInput((5, 9)), "anything", "0", {"broken": True})
     worker.submit([GroupRequest(200, broken, STEP), GroupRequest(201, PROMPTS[1], STEP)])
     groups = _finish(worker, 2)
     assert [(rollout.verdict, rollout.score, rollout.acc) for rollout in groups[200].rollouts] == [

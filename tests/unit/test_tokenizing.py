@@ -27,6 +27,7 @@ from dapo_core.draw.tokenizing import (
     tokenized_prompts,
 )
 from dapo_core.errors import ConfigError, DataError
+from dapo_core.model.inputs import ModelInput
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from tests.tiny_models import tiny_tokenizer
@@ -97,7 +98,7 @@ def test_prompts_go_through_the_chat_template_with_their_extra_info(
         [replace(_problem(), extra_info=info), _problem()], tokenizer, 100
     )
     assert (
-        tokenizer.decode(list(prompt.prompt_ids))
+        tokenizer.decode(list(prompt.input.token_ids))
         == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
     )
     assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
@@ -110,7 +111,9 @@ def test_too_long_held_out_prompts_are_refused_with_their_count(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     problems = [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
-    lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)]
+    lengths = [
+        len(prompt.input.token_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)
+    ]
     assert lengths == sorted(lengths)
     # the limit itself is allowed
     assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
@@ -132,13 +135,13 @@ def test_a_file_is_tokenized_row_by_row(
         alone = tokenize_prompts([_problem(row["prompt"][0]["content"])], tokenizer, 1000)[0]
         assert prompts[number] == Prompt(
             number % NUM_ROWS,
-            alone.prompt_ids,
+            alone.input,
             row["data_source"],
             row["reward_model"]["ground_truth"],
             row["extra_info"],
         )
 
-    assert prompts.lengths.tolist() == [len(prompt.prompt_ids) for prompt in prompts]
+    assert prompts.lengths.tolist() == [len(prompt.input.token_ids) for prompt in prompts]
 
     remove_prompts(tmp_path / "training")
     again = prompts_of(train_file)
@@ -162,11 +165,11 @@ def test_chat_template_arguments_change_tokens_and_cache_key(
 
     plain, off, on = read(), read(enable_thinking=False), read(enable_thinking=True)
     said = tokenizer.encode("No thinking.", add_special_tokens=False)
-    assert off[5].prompt_ids == (*plain[5].prompt_ids, *said)
-    assert on[5].prompt_ids == plain[5].prompt_ids
+    assert off[5].input.token_ids == (*plain[5].input.token_ids, *said)
+    assert on[5].input.token_ids == plain[5].input.token_ids
     assert off.digest != plain.digest == on.digest
     (held_out,) = tokenize_prompts([_problem()], thinking, 100, {"enable_thinking": False})
-    assert held_out.prompt_ids[-len(said) :] == tuple(said)
+    assert held_out.input.token_ids[-len(said) :] == tuple(said)
     with pytest.raises(
         ConfigError,
         match=r"kwargs\.enable_thinkng has no effect.*\(did you mean enable_thinking\?\)",
@@ -212,7 +215,7 @@ def test_too_long_prompts_are_dropped_truncated_or_refused(
         tmp_path / "train.parquet",
         [row_of(number, words) for number, words in enumerate((1, 9, 2))],
     )
-    short, long, middle = (len(prompt.prompt_ids) for prompt in prompts_of(path))
+    short, long, middle = (len(prompt.input.token_ids) for prompt in prompts_of(path))
     limit = f"data.max_prompt_tokens={middle} (longest {long} tokens)"
     counted = f"1 of 3 prompts are longer than {limit}"
     with pytest.raises(DataError, match=rf"{re.escape(counted)}; .*data\.too_long=drop"):
@@ -229,7 +232,7 @@ def test_too_long_prompts_are_dropped_truncated_or_refused(
     ]
     assert [prompt.index for prompt in dropped] == [0, 2]
     assert [prompt.index for prompt in cut] == [0, 1, 2]
-    assert cut[1] == replace(whole, prompt_ids=whole.prompt_ids[-middle:])
+    assert cut[1] == replace(whole, input=ModelInput(whole.input.token_ids[-middle:]))
     with pytest.raises(DataError, match=r"3 of 3 prompts .*raise data\.max_prompt_tokens"):
         prompts_of(path, short - 1, "drop")
 

@@ -36,6 +36,7 @@ from dapo_core.metrics.step_files import (
     saved_steps,
     step_file,
 )
+from dapo_core.model.inputs import ModelInput
 from dapo_core.trainer import Trainer, is_due
 from durable import read_json_lines
 from tests.batches import make_group
@@ -44,7 +45,7 @@ from tests.configs import make_config
 from tests.plain import plain
 from tests.sources import MIXED, Clock, SlowSource
 
-PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
+PROMPTS = [Prompt(index, ModelInput((index + 5,)), "arithmetic", "1") for index in range(7)]
 
 
 class AskedShards(FileShards):

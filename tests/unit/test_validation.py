@@ -16,6 +16,7 @@ from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.errors import DataError, RewardError, RolloutError
 from dapo_core.metrics.step_files import GENERATIONS, step_file
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.sampling import GREEDY, Sampling
 from dapo_core.validation import Validation, held_out_prompts, validate, validation_metrics
 from durable import read_json_lines
@@ -28,7 +29,8 @@ SAMPLED = Sampling(0.7, 0.9, 20)
 
 RIGHT = replace(make_group([1.0]).rollouts[0], verdict="right", acc=1.0)
 PROMPTS = [
-    Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)
+    Prompt(index, ModelInput((5,)), "arithmetic" if index < 3 else "openai/gsm8k", "1")
+    for index in range(5)
 ]
 SEVENS = np.full(24, 7, np.int32)
 ROLLOUTS = [
@@ -153,7 +155,7 @@ def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
     config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
     prompts = held_out_prompts(path, tokenizer, config)
     assert [prompt.index for prompt in prompts] == [0, 1]
-    text = tokenizer.decode(list(prompts[1].prompt_ids))
+    text = tokenizer.decode(list(prompts[1].input.token_ids))
     assert text == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
     everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
     with pytest.raises(
@@ -183,7 +185,7 @@ def test_unscored_samples_do_not_count() -> None:
 def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     words = [tokenizer.encode(f"It is {number}.", add_special_tokens=False) for number in range(5)]
-    prompts = [replace(prompt, prompt_ids=tuple(words[prompt.index])) for prompt in PROMPTS]
+    prompts = [replace(prompt, input=ModelInput(tuple(words[prompt.index]))) for prompt in PROMPTS]
     rollouts = [
         replace(rollout, response_ids=np.array(ids, np.int32), answer="5")
         for rollout, ids in zip(ROLLOUTS, words, strict=True)
