@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-SHARES = {  # seconds of each part
+SHARES = {  # seconds of each part on an accelerator
     "policy": 125.0,
     "gradients": 25.0,
     "transfer": 35.0,
@@ -40,6 +40,7 @@ SHARES = {  # seconds of each part
     "checkpoint": 40.0,
     "training": 85.0,
 }
+CPU_FACTOR = 4  # a rehearsal may take longer
 TITLES = {
     "policy": "Log-probs and updates: tokens per second, MFU, and memory against the plan",
     "gradients": "Gradients against a CPU's, fused kernels against plain torch",
@@ -133,6 +134,7 @@ def run_part(
     log_path = options.output / "gpu.log"
     command = [sys.executable, str(ROOT / "bench" / "gpu_parts.py"), part, str(rows_path)]
     command += [options.device, *(["--tiny"] if options.tiny else [])]
+    share = SHARES[part] * (CPU_FACTOR if options.device == "cpu" else 1)
     with log_path.open("a") as log:
         log.write(f"== {part}\n")
         log.flush()
@@ -140,10 +142,10 @@ def run_part(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
-            code = process.wait(SHARES[part])
+            code = process.wait(share)
             error = f"exit status {code}: {last_line(log_path)}" if code else ""
         except subprocess.TimeoutExpired:
-            error = f"stopped at its share of {SHARES[part]:.0f} s; the rows above are complete"
+            error = f"stopped at its share of {share:.0f} s; the rows above are complete"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started

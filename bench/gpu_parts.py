@@ -1,6 +1,6 @@
 """The parts of bench/gpu.py: `python gpu_parts.py PART ROWS DEVICE [--tiny]` appends to a file.
 
-Each part uses the product's own roles. Imports neither Ray nor vLLM, unless vLLM is installed.
+Each part uses the product's own roles. Imports no Ray, and vLLM only where it is installed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TINY_MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # vLLM's smallest on a CPU
     "tie_word_embeddings": True,
 }
 SMALL_MODEL = TINY_MODEL | {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
@@ -111,7 +111,6 @@ TINY = replace(
     tokens=(64, 128),
     small=TINY_MODEL,
     small_tokens=64,
-    engines=("hf",),
     num_prompts=4,
     response_tokens=8,
     warm_steps=20,
@@ -364,7 +363,6 @@ def measure_decoding(sizes: Sizes, device: Device, scratch: Path, record: Record
                 continue
             engine = engine_of(kind, scratch / name, config)
             groups, seconds = decoded(engine, sizes, config)
-            engine.close()
             num_tokens = sum(group.num_response_tokens for group in groups)
             row["responses"], row["response tokens"] = len(groups), num_tokens
             row["seconds"], row["tokens/s"] = seconds, round(num_tokens / seconds)
@@ -374,6 +372,7 @@ def measure_decoding(sizes: Sizes, device: Device, scratch: Path, record: Record
             )
             row["mean difference of log-probs"] = differences["log_probs_diff_mean"]
             row["largest difference of probabilities"] = differences["probs_diff_max"]
+            engine.close()  # with the process group, if it is vLLM
 
 
 def decoded(engine: Engine, sizes: Sizes, config: TrainingConfig) -> tuple[list[Group], float]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PretrainedConfig
 
 from dapo_core.algorithm.balance import RankShare
@@ -31,7 +33,12 @@ def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(file.tell() + end)
-    (folder / "tokenizer.json").write_text("{}")
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token, so that engines start."""
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))
 
 
 def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:

@@ -102,11 +102,12 @@ def _warm_up(model_path: Path, config: Any) -> None:
 
 
 def write_model(config: Any, folder: Path) -> None:
-    """Write a model folder with random weights and no usable tokenizer."""
+    """Write a model folder with random weights and a tokenizer of one token."""
+    from made_up import write_tokenizer
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    write_tokenizer(folder)
 
 
 def _resident(field: str) -> int:
