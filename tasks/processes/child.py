@@ -28,6 +28,7 @@ from typing import Any
 import durable
 from dapo_core.errors import DapoError
 from dapo_core.machine.stopping import ECHO_SECONDS
+from heartbeat import heartbeat
 from redaction import is_secret, redact
 from tasks.processes import supervisor
 from tasks.processes.supervisor import KILL, STOP
@@ -115,21 +116,23 @@ class SupervisedProcess:
     def stop(self) -> None:
         """Stop the command and its descendants: SIGTERM, a grace period, SIGKILL.
 
+        Meanwhile the heartbeat shows the command's last line.
         A second interrupt skips the grace period. One within a second of the first only counts as
         its echo, because some wrappers repeat the terminal's signal; it is raised at the end.
         """
         started, echo = time.monotonic(), None
-        while True:
-            try:
-                if self.poll() is not None:
-                    break
-                self.request(STOP)
-                time.sleep(POLL_SECONDS)
-            except BaseException as error:
-                if isinstance(error, Exception) or time.monotonic() >= started + ECHO_SECONDS:
-                    self.request(KILL)
-                    raise
-                echo = error
+        with heartbeat(lambda: f"{self.label} is stopping: {''.join(self.tail(1))}"):
+            while True:
+                try:
+                    if self.poll() is not None:
+                        break
+                    self.request(STOP)
+                    time.sleep(POLL_SECONDS)
+                except BaseException as error:
+                    if isinstance(error, Exception) or time.monotonic() >= started + ECHO_SECONDS:
+                        self.request(KILL)
+                        raise
+                    echo = error
         if echo is not None:
             raise echo
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import heartbeat
 from dapo_core.machine.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
@@ -237,6 +238,18 @@ def test_a_command_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_pat
     with background_command(python(code), log_path=log, label="deaf", grace_seconds=0.5) as deaf:
         wait_until(lambda: deaf.tail(1) == ["up"], "the command to be up")
     assert deaf.poll() == -signal.SIGKILL
+
+
+def test_a_stop_that_takes_long_shows_the_commands_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.2)
+    caplog.set_level("INFO")
+    code = "import signal, sys, time; print('step 3'); signal.signal(15, lambda *_: end()); "
+    code += "end = lambda: (time.sleep(1), sys.exit()); print('up'); time.sleep(600)"
+    with background_command(python(code), log_path=tmp_path / "log", label="train") as train:
+        wait_until(lambda: train.tail(1) == ["up"], "the command to be up")
+    assert "train is stopping: up (" in caplog.text
 
 
 def test_a_training_stopped_by_somebody_else_is_not_retried(tmp_path: Path) -> None:
