@@ -1,5 +1,4 @@
-"""Model of the default recipe: a small Qwen3, trained here to solve some of the arithmetic
-problems.
+"""Model of the demo recipes: a small Qwen3 or Qwen3-MoE that solves some arithmetic problems.
 
 Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors,
 generation_config. The supervised warm start is deliberately short, to leave room for reinforcement
@@ -23,7 +22,7 @@ from dapo_core.demo.recipe_model import VOCAB_SIZE, recipe_config
 from dapo_core.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 OnStep = Callable[[int, int, float], None]  # step, number of steps, loss
 
@@ -129,11 +128,11 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
     )
 
 
-def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> Qwen3ForCausalLM:
-    """Create a float32 Qwen3 with random weights from torch's current random state."""
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> PreTrainedModel:
+    """Create the float32 model with random weights from torch's current random state."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
         **recipe_config(recipe),
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=INITIALIZER_RANGE,
@@ -143,7 +142,7 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -151,7 +150,7 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     train_rows: list[Row],
     recipe: WarmStartConfig,
@@ -197,7 +196,7 @@ def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
 
 
 def _response_loss(
-    model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], pad_token_id: int
+    model: PreTrainedModel, examples: list[tuple[list[int], list[int]]], pad_token_id: int
 ) -> torch.Tensor:
     # Right padding needs no attention mask: with causal attention, no real token sees padding.
     max_tokens = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in examples)

@@ -124,5 +124,5 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
 
 def _known_config(model: ModelConfig) -> Mapping[str, Any] | None:
     if model.source == "recipe":
-        return {"model_type": "qwen3", **recipe_config(model.recipe)}
+        return recipe_config(model.recipe)
     return published_config(str(model.id or model.path or ""))

@@ -33,6 +33,10 @@ LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
 """
+ASCII_SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": sum(each.isascii() for each in solution_str) / (len(solution_str) or 1)}
+"""
 ONE_UPDATE = {"mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
 NO_OVERLONG = {"overlong": {"enabled": False}}
 
@@ -338,3 +342,28 @@ def test_engines_get_experts_that_are_divided_over_ranks(
     for line in lines:
         assert line["actor/grad_norm"] > 0
         assert line["weight_sync/probe_difference"] < 1e-4
+
+
+@runs_experts
+def test_a_mixture_divided_over_ranks_learns_with_the_engines_experts(
+    start: Start, tmp_path: Path
+) -> None:
+    """With the algorithm of configs/arith_cpu_moe.yaml, GSPO and R3."""
+    recipe = load_config(RECIPES / "arith_cpu_moe.yaml")
+    num_experts = recipe.model.recipe.num_experts
+    lines = start(
+        ASCII_SCORER,
+        model=build_tiny(tmp_path / "model", "qwen3_moe", num_experts=num_experts),
+        algorithm=recipe.algorithm.model_dump(exclude_defaults=True),
+        reward=NO_OVERLONG,
+        rollout={"engine": "vllm"},
+        train={
+            **ONE_UPDATE,
+            "num_ranks": recipe.train.num_ranks,
+            "expert_parallel": recipe.train.expert_parallel,
+            "total_steps": 10,
+        },
+    )
+    scores = [line["critic/score/mean"] for line in lines]
+    assert sum(scores[-2:]) > sum(scores[:2]) + 0.2
+    assert lines[0]["rollout/fresh_log_probs_diff_mean"] < 1e-4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
 from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.demo import warm_start
@@ -40,6 +40,18 @@ def test_a_short_warm_start_lowers_the_loss(built: tuple[Path, dict[str, Any]]) 
     assert metrics["steps"] == 30
     # Half of the first loss lies far outside the spread between batches, which is a few hundredths.
     assert metrics["final_loss"] < metrics["first_loss"] / 2
+
+
+def test_a_mixture_of_experts_is_built_that_learns_and_loads(
+    train_rows: list[Row], tmp_path: Path
+) -> None:
+    mixture = _RECIPE.model_copy(update={"num_experts": 6})
+    metrics = build_model(train_rows, tmp_path, mixture, seed=0)
+    assert metrics["final_loss"] < metrics["first_loss"] / 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(model, Qwen3MoeForCausalLM)
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (6, 4)
+    assert sum(each.numel() for each in model.parameters()) == metrics["parameters"]
 
 
 def test_word_problems_are_mostly_solved_in_one_step() -> None:
