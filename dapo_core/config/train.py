@@ -69,6 +69,9 @@ class TrainConfig(Section):
     adam_beta2: float = key(0.999, "AdamW beta2: decay of the second moment.", ge=0, lt=1)
     adam_epsilon: float = key(1e-8, "AdamW epsilon.", gt=0, le=1)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    freeze: tuple[Literal["vision"], ...] = key(
+        (), "Parts that are not trained; vision: the tower of a model that reads pictures."
+    )
     max_grad_norm: float = key(1.0, "Global norm to which gradients are clipped.", gt=0)
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Device type of policy and engines.")
     placement: Literal["separate", "colocated", "resident"] = volatile(

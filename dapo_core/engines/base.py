@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
 from dapo_core.model.inputs import ModelInput
+from dapo_core.model.names import is_of_tower
 from dapo_core.model.routers import NO_ROUTING, Experts, RoutingRecord
 from dapo_core.model.sampling import Sampling
 
@@ -93,6 +94,7 @@ class EngineSettings:
     # additional arguments of vLLM's EngineArgs
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None  # receives an adapter in place of weights
+    freezes_tower: bool = False  # the weights of a vision tower never change
     records_routing: bool = False  # fill Response.routing
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
@@ -155,7 +157,8 @@ class Engine(ABC):
         self.loaded = Loaded(0, {})  # set by receive_weights
         self.inbox: Inbox | None = None  # receives weights from policy ranks
         self._shapes = shapes
-        self._optional = optional
+        frozen = filter(is_of_tower, shapes) if settings.freezes_tower else ()
+        self._optional = {*optional, *frozen}
         self._rows: dict[str, Row] = {}  # unfinished, by request id
         self._asleep: frozenset[str] = NOTHING  # states in `turns` that are not on the device
 

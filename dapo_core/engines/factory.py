@@ -34,7 +34,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
     train = config.train
     lora = train.lora if train.lora.rank and config.rollout.lora == "adapter" else None
     sleep_level = device.sleep_level if train.takes_turns else None
-    if lora is not None and sleep_level is not None:
+    if (lora is not None or train.freeze) and sleep_level is not None:
         sleep_level = 1  # level 2 discards weights, which only a sync of all weights replaces
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
@@ -54,6 +54,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         batch_invariant=config.rollout.batch_invariant,
         engine_args=config.rollout.engine_args,
         lora=lora,
+        freezes_tower="vision" in train.freeze,
         records_routing=config.algorithm.routing_replay == "rollout",
         sleep_level=sleep_level,
     )

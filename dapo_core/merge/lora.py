@@ -27,7 +27,7 @@ from dapo_core.model.lora import (
     read_adapter,
     write_adapter,
 )
-from dapo_core.model.names import FilePiece
+from dapo_core.model.names import FilePiece, file_name
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,8 @@ class LoraSource:
         self._adapter, self._parameters, self._description = adapter, tensors, description
         self._base = HuggingFaceSource(adapter.base)
         self.tensors = dict(self._base.tensors)
+        weights = {f"{name.partition('.lora_')[0]}.weight" for name in tensors}
+        self._adapted_by = {file_name(name, self.tensors): adapter_names(name) for name in weights}
         self._adapted = {name for name in self.tensors if self._fits(name)}
         if not 0 < 2 * len(self._adapted) == len(tensors):
             raise CheckpointError(
@@ -127,14 +129,15 @@ class LoraSource:
 
     def _fits(self, name: str) -> bool:
         shape, rank = self.tensors[name].shape, self._adapter.lora.rank
-        found = [self._parameters[each] for each in adapter_names(name) if each in self._parameters]
+        names = self._adapted_by.get(name, ())
+        found = [self._parameters[each] for each in names if each in self._parameters]
         return [tuple(e.shape) for e in found] == [(rank, *shape[1:]), (*shape[:1], rank)]
 
     def _weight(self, name: str) -> torch.Tensor:
         return read_tensor(self._base, name).float()
 
     def _update(self, name: str) -> torch.Tensor:
-        first, second = (self._parameters[each].float() for each in adapter_names(name))
+        first, second = (self._parameters[each].float() for each in self._adapted_by[name])
         return self._adapter.lora.scale * second @ first
 
 

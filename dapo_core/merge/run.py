@@ -38,7 +38,7 @@ from dapo_core.merge.writer import (
 )
 from dapo_core.model.folder import copy_model_files
 from dapo_core.model.lora import ADAPTER_FOLDER, is_adapter_folder
-from dapo_core.model.names import COMPUTED_BUFFERS, tied_names
+from dapo_core.model.names import COMPUTED_BUFFERS, file_name, tied_names
 from durable import LockHeld, is_locked, locked, publish, read_holder
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def merge_checkpoint(
     _require_empty(target)
     source = open_source(sources, checkpoint, base)
     model = empty_model(source.model_files)
-    tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
+    tied = _stored_twice(model, source)
     files = _plan(source, model, tied, dtype, max_shard_bytes)
     outputs = [tensor for file in files for tensor in file.tensors]
     total = sum(file.num_bytes for file in files)
@@ -175,6 +175,12 @@ def _require_empty(target: Path) -> None:
     if is_taken:
         problem = "is not empty" if target.is_dir() else "is not a folder"
         raise CheckpointError(f"{target} {problem}; merge into a new folder")
+
+
+def _stored_twice(model: nn.Module, source: Source) -> dict[str, str]:
+    """Return the aliases of tied parameters in the source, with the primary names there."""
+    tied = tied_names(model).items()
+    return {name: file_name(kept, source.tensors) for name, kept in tied if name in source.tensors}
 
 
 def _plan(

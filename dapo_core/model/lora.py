@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import model_fingerprint, read_config, require_model_folder
+from dapo_core.model.names import file_name
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,8 @@ def add_adapters(
     """
     import peft
 
+    modules = {file_name(name, weights): name for name, _ in model.named_parameters()}
+    weights = {modules.get(name, name): shape for name, shape in weights.items()}
     names = {name.partition(".lora_")[0] for name in adapter_shapes(weights, lora)}
     config = peft.LoraConfig(
         r=lora.rank,

@@ -1,7 +1,8 @@
 """Maps parameter names in transformers to tensor names in model files.
 
 They differ for experts: transformers 5 keeps all experts of a layer in one parameter, while
-published models store each expert's matrices separately. Ranks and checkpoints use the transformers
+published models store each expert's matrices separately, or Qwen3-VL's all transposed. The files of
+Qwen2.5-VL have the prefixes of transformers before 4.52. Ranks and checkpoints use the transformers
 names; engines and model folders use the file names.
 """
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # in old files; models compute them from the configuration
 COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<what>gate_up_proj|down_proj)")
+_LANGUAGE, _VISION = "model.language_model.", "model.visual."  # modules of models with a tower
+_OLD_PREFIXES = {_LANGUAGE: "model.", _VISION: "visual."}
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,25 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
 
     Fused experts are gate_up_proj [E, 2I, H], gate before up, and down_proj [E, H, I].
     """
-    if name in file_names:
-        return [FilePiece(name)]
+    stored = file_name(name, file_names)
+    if stored in file_names:
+        is_turned = name.startswith(_LANGUAGE) and _FUSED_EXPERTS.fullmatch(name) is not None
+        return [FilePiece(stored, is_turned=is_turned)]
     pieces = expert_pieces(name, shape)
     return pieces if all(piece.file_name in file_names for piece in pieces) else []
+
+
+def file_name(name: str, file_names: Collection[str]) -> str:
+    """Return the name that a parameter has in the files, if they store it whole."""
+    for prefix, old in _OLD_PREFIXES.items():
+        if name not in file_names and name.startswith(prefix):
+            return old + name.removeprefix(prefix)
+    return name
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a parameter, by any of its names, belongs to the vision tower."""
+    return name.startswith((_VISION, _OLD_PREFIXES[_VISION]))
 
 
 def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:

@@ -54,14 +54,24 @@ def load_tokenizer(
     return tokenizer
 
 
+def reads_pictures(config: PretrainedConfig) -> bool:
+    """Return whether a model with this configuration has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
+
+
 def load_causal_lm(
     model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Any:
     """Load the folder's causal language model with its weights on the CPU; raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
+    config = load_model_config(model_path, trust_remote_code)
     with model_errors(model_path, "cannot be loaded as a causal language model"):
-        return AutoModelForCausalLM.from_pretrained(
+        return _auto_class(config).from_pretrained(
             str(model_path),
             dtype=dtype,
             attn_implementation="sdpa",
@@ -78,18 +88,16 @@ def empty_causal_lm(
 
     Raises ModelError if the folder is not a causal language model.
     """
-    from transformers import AutoModelForCausalLM
-
     config = load_model_config(model_path, trust_remote_code)
     with (
         model_errors(model_path, "cannot be loaded as a causal language model"),
         _parameters_on_meta(),
     ):
-        model = AutoModelForCausalLM.from_config(
+        model = _auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ ROUTERS = (
     "OlmoeTopKRouter",
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",
+    "Qwen3VLMoeTextTopKRouter",
 )
 Experts = NDArray[np.uint8]  # [tokens, layers, K]: of each prompt+response token
 UNKNOWN_EXPERT = 255  # for each expert of a token whose routing is not recorded

@@ -236,7 +236,7 @@ def _advice(model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> st
             f"embedding model; {OTHER_MODEL}"
         )
     if any(map(_OTHER_MEDIA.search, unexpected)):
-        return "the weights are of a multimodal model, but training supports text only"
+        return "the weights are of a multimodal model, but config.json describes a text model"
     for name in unexpected:
         prefix = name.removesuffix(missing[0]) if missing else name
         if prefix != name and {*unexpected} == {f"{prefix}{each}" for each in missing}:

@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
+from dapo_core.model.pretrained import reads_pictures
 from dapo_core.model.tensors import OTHER_MODEL
 from dapo_core.policy.attention import PACKED_ATTENTION
 from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row
 from dapo_core.policy.routing import Routing
+from dapo_core.policy.vision import Tower
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,7 +41,9 @@ class TokenLogProbs(nn.Module):
         keeps_router_logits: bool = False,
     ) -> None:
         super().__init__()
-        causal_lm.set_attn_implementation(PACKED_ATTENTION)
+        self.tower = Tower(causal_lm) if reads_pictures(causal_lm.config) else None
+        if self.tower is None:
+            causal_lm.set_attn_implementation(PACKED_ATTENTION)
         self.causal_lm = causal_lm
         self.routing = Routing(causal_lm, keeps_router_logits)
         self.chunk_tokens = chunk_tokens
@@ -49,9 +53,10 @@ class TokenLogProbs(nn.Module):
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and, if requested, entropy (else empty) at the row's targets: [M]."""
+        inputs = {"input_ids": row.token_ids} if self.tower is None else self.tower.inputs(row)
         with self.routing.recording(row):
-            hidden = self.causal_lm.base_model(
-                input_ids=row.token_ids,
+            hidden = self.causal_lm.get_decoder()(
+                **inputs,
                 position_ids=row.position_ids,
                 use_cache=False,
                 packing=row.packing,

@@ -29,7 +29,7 @@ from dapo_core.model.sharding import first_row, local_part
 from dapo_core.model.tensors import OTHER_MODEL, weight_files
 from dapo_core.policy.experts import split_experts
 from dapo_core.policy.kernels import install_kernels
-from dapo_core.policy.requirements import trainable_model
+from dapo_core.policy.requirements import freeze, trainable_model
 
 if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
@@ -64,6 +64,8 @@ def load_sharded(
     model = wrap(causal_lm).train(trainable)
     if lora is None:
         model.requires_grad_(trainable)
+    if trainable:
+        freeze(causal_lm, train.freeze)
     if train.gradient_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -201,6 +203,6 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path], seed: int) -> None:
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
     """Read the rows of the stored tensor that belong to `local`, whose first row is `start`."""
     if piece.expert is None:
-        local.copy_(stored[start : start + local.shape[0]])
+        piece.view(local).copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:
         piece.view(local, start).copy_(stored[:])

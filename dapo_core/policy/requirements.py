@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.model.lora import add_adapters
-from dapo_core.model.names import expert_modules
-from dapo_core.model.pretrained import empty_causal_lm, load_model_config
+from dapo_core.model.names import expert_modules, is_of_tower
+from dapo_core.model.pretrained import empty_causal_lm, load_model_config, reads_pictures
 from dapo_core.model.routers import ROUTERS, UNKNOWN_EXPERT, routers_of
 from dapo_core.model.tensors import require_original_weights, require_same_tensors
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # transformers has no public API for these, nor for _supports_attention_backend; test_packing.py
 # guards the names.
+_READ_PICTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _AFTER_HEAD = (  # settings that modify logits after the output head
     "final_logit_softcapping",
@@ -66,6 +68,7 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
             parallel = train.sequence_parallel, train.expert_parallel
             model = trainable_model(path, *parallel, None, trusted, train.lora)
             require_routers(model, config.algorithm)
+            freeze(model, train.freeze)
 
 
 def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:
@@ -89,24 +92,41 @@ def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:
         )
 
 
+def freeze(causal_lm: Any, parts: Sequence[str]) -> None:
+    """Exclude parts (train.freeze) from training; raises ModelError if the model has none."""
+    if not parts:
+        return
+    if not reads_pictures(causal_lm.config):
+        raise ModelError(
+            f"train.freeze=[{', '.join(parts)}], but {causal_lm.config.model_type} has no vision "
+            "tower; remove the key"
+        )
+    for name, parameter in causal_lm.named_parameters():
+        if is_of_tower(name):
+            parameter.requires_grad_(False)
+
+
 def require_architecture(model_config: PretrainedConfig, sequence_parallel: int) -> None:
     """Raise ModelError unless the policy can train the architecture.
 
     Attention must be replaceable in every layer, logits must come directly from the output head,
     and heads must divide evenly over the sequence-parallel ranks.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     text_config = model_config.get_text_config()
     name = model_config.model_type
     parts = ("vision_config", "audio_config", "thinker_config")
     is_multimodal = any(hasattr(model_config, part) for part in parts)
-    if is_multimodal or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if name in _READ_PICTURES and reads_pictures(model_config):
+        mapping, is_multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, False
+    if is_multimodal or type(model_config) not in mapping:
         reason = "is not a causal language model in transformers"
         if is_multimodal:
-            reason = "is multimodal, but training supports text only"
-        raise ModelError(f"{name} {reason}; set model.path to a text model such as Qwen3")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+            reason = f"is multimodal, and training supports only {', '.join(_READ_PICTURES)}"
+        raise ModelError(f"{name} {reason}; set model.path to one of these or to a text model")
+    model_class: Any = mapping[type(model_config)]
     others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if others or not model_class._supports_attention_backend:
         layers = f"has layers of type {', '.join(sorted(others))}" if others else ""

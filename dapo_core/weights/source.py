@@ -35,9 +35,10 @@ class _Part:
 class WeightSource:
     """The model's parameters under their file names, in the engines' dtype.
 
-    Of a model with adapters, either the adapters alone, in float32, or the weights with the
-    adapters merged into them. Rank 0 sends; the others copy their rows directly into its slot. So
-    beside its shards, a rank holds only its own part of a bucket.
+    Engines read frozen ones (train.freeze) from the model's files. Of a model with adapters, either
+    the adapters alone, in float32, or the weights with the adapters merged into them. Rank 0 sends;
+    the others copy their rows directly into its slot. So beside its shards, a rank holds only its
+    own part of a bucket.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class WeightSource:
         self._causal_lm = causal_lm
         self._merged_scale = merged_scale
         parameters: dict[str, Any] = dict(causal_lm.named_parameters())
-        sends_adapters = merged_scale is None and any(map(is_adapter, parameters))
+        has_adapters = any(map(is_adapter, parameters))
+        sends_adapters = merged_scale is None and has_adapters
         self._pieces = {
             piece.file_name: (name, piece)
             for name, parameter in parameters.items()
-            if is_adapter(name) == sends_adapters
+            if is_adapter(name) == sends_adapters and (has_adapters or parameter.requires_grad)
             for piece in (
                 [FilePiece(adapter_name(name))]
                 if sends_adapters
@@ -151,4 +153,4 @@ def _parts(shards: Sequence[Shard], piece: FilePiece, planned: PlannedTensor) ->
 def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:
     """Return this rank's rows of the piece."""
     local = parameter.to_local()
-    return local if piece.expert is None else piece.view(local, first_row(parameter))
+    return piece.view(local, first_row(parameter))

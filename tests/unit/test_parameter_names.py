@@ -8,7 +8,7 @@ import torch
 from dapo_core.config.train import LoraConfig
 from dapo_core.errors import ModelError
 from dapo_core.model.lora import adapter_name, adapter_shapes, base_name, is_adapter, parameter_name
-from dapo_core.model.names import file_pieces, file_views
+from dapo_core.model.names import file_pieces, file_views, is_of_tower
 
 QWEN3 = {
     f"model.layers.{layer}.{module}.weight": shape
@@ -120,3 +120,22 @@ def test_adapters_have_these_names_and_shapes() -> None:
 def test_a_target_without_an_adapter_is_named(targets: list[str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         adapter_shapes(QWEN3, LoraConfig(rank=2, targets=tuple(targets)))
+
+
+def test_names_of_models_that_read_pictures_map_to_those_of_published_files() -> None:
+    language, tower = "model.language_model.norm.weight", "model.visual.merger.weight"
+    for files in ({"model.norm.weight", "visual.merger.weight"}, {language, tower}):
+        found = {name: file_pieces(name, (3,), files) for name in (language, tower)}
+        names = [piece.file_name for pieces in found.values() for piece in pieces]
+        assert set(names) == files
+        assert [name for name in names if is_of_tower(name)] == names[1:]
+    assert file_pieces("model.language_model.norm.weight", (3,), {"norm.weight"}) == []
+
+
+def test_fused_experts_of_a_language_model_beside_a_tower_are_transposed_in_the_files() -> None:
+    name = "model.language_model.layers.3.mlp.experts.gate_up_proj"
+    whole = torch.arange(24.0).view(2, 4, 3)  # [E, 2I, H]
+    [view] = file_views(name, whole, {name}).values()
+    assert view.tolist() == whole.transpose(1, 2).tolist()
+    view[1, 2, 3] = -1.0
+    assert whole[1, 3, 2] == -1.0

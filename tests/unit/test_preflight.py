@@ -209,7 +209,7 @@ def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: P
     ("config", "said"),
     [
         (
-            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"},
+            {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
             "multimodal",
         ),
         (
