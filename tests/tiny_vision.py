@@ -41,7 +41,12 @@ _VISION: dict[str, Any] = {
     "spatial_merge_size": MERGE,
     "temporal_patch_size": 2,
 }
-_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,  # as published; vLLM reads it, transformers always does it
+}
 
 
 def build_tiny_vision(
@@ -57,7 +62,7 @@ def build_tiny_vision(
     folder, tokenizer = Path(path), tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
     is_old = family == "qwen2_5_vl"
     rope = _ROPE if is_old else {**_ROPE, "mrope_interleaved": True}
     text = {**_TEXT, **(_EXPERTS if family == "qwen3_vl_moe" else {})}

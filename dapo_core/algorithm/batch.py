@@ -7,13 +7,14 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dapo_core.draw.groups import Group, Rollout
+from dapo_core.model.inputs import ImageReference
 from dapo_core.model.routers import Experts, unknown
 
 
@@ -46,6 +47,8 @@ class Batch:
     is_selected: torch.Tensor | None = None
     # [B], experts that the policy uses instead of its own; None: its own
     routing: Sequence[Experts] | None = None
+    # [B], the pictures of each prompt; None: no prompt has any
+    images: Sequence[tuple[ImageReference, ...]] | None = None
 
     @property
     def num_responses(self) -> int:
@@ -77,6 +80,12 @@ class Batch:
         """Prompt+response tokens of each row: [B] int64."""
         return (self.prompt_lengths + self.response_lengths).numpy()
 
+    @property
+    def probe(self) -> Batch:
+        """One row, with pictures if any row has some, for the policy's own routing."""
+        pictured = [row for row, images in enumerate(self.images or ()) if images]
+        return replace(self.select([*pictured, 0][:1]), routing=None)
+
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the given rows in the given order, trimmed to their longest sequence."""
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
@@ -84,11 +93,12 @@ class Batch:
         widths = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)
         widths["token_ids"] = int(self.lengths[rows].max())
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        routing = values.pop("routing")
+        routing, images = values.pop("routing"), values.pop("images")
         present = {name: value for name, value in values.items() if value is not None}
         return Batch(
             **{name: value[rows][..., : widths.get(name)] for name, value in present.items()},
             routing=None if routing is None else [routing[row] for row in rows],
+            images=None if images is None else [images[row] for row in rows],
         )
 
 
@@ -121,6 +131,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
     NaN.
     """
     prompts = [np.array(group.prompt.input.token_ids) for group in groups]
+    images = [group.prompt.input.images for group in groups for _ in group.rollouts]
     pairs = [
         (prompt_ids, rollout)
         for prompt_ids, group in zip(prompts, groups, strict=True)
@@ -157,6 +168,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
         is_stale=torch.from_numpy(is_stale),
         advantages=torch.full((len(pairs),), float("nan")),
         routing=_routing([(len(p), rollout) for p, rollout in pairs]),
+        images=images if any(images) else None,
     )
 
 

@@ -97,7 +97,7 @@ def empty_causal_lm(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @contextmanager

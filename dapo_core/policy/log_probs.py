@@ -39,10 +39,11 @@ class TokenLogProbs(nn.Module):
         chunk_tokens: int,
         entropy_gradient: bool = True,
         keeps_router_logits: bool = False,
+        tower: Tower | None = None,
     ) -> None:
         super().__init__()
-        self.tower = Tower(causal_lm) if reads_pictures(causal_lm.config) else None
-        if self.tower is None:
+        self.tower = tower
+        if tower is None:
             causal_lm.set_attn_implementation(PACKED_ATTENTION)
         self.causal_lm = causal_lm
         self.routing = Routing(causal_lm, keeps_router_logits)
@@ -53,10 +54,10 @@ class TokenLogProbs(nn.Module):
         self, row: PackedRow, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and, if requested, entropy (else empty) at the row's targets: [M]."""
-        inputs = {"input_ids": row.token_ids} if self.tower is None else self.tower.inputs(row)
+        shown = {"input_ids": row.token_ids} if self.tower is None else self.tower.inputs(row)
         with self.routing.recording(row):
             hidden = self.causal_lm.get_decoder()(
-                **inputs,
+                **shown,
                 position_ids=row.position_ids,
                 use_cache=False,
                 packing=row.packing,
@@ -99,7 +100,9 @@ def load_token_log_probs(
 
     def wrap(causal_lm: nn.Module) -> nn.Module:
         has_bonus = algorithm.entropy_coefficient > 0
-        return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus, is_balanced)
+        config: Any = causal_lm.config
+        tower = Tower(causal_lm, model_path) if reads_pictures(config) else None
+        return TokenLogProbs(causal_lm, train.logits_chunk_tokens, has_bonus, is_balanced, tower)
 
     options = is_trainable, config.model.trust_remote_code, config.run.seed
     model = load_sharded(model_path, train, device, wrap, *options)

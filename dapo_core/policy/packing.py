@@ -15,6 +15,7 @@ from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
+from dapo_core.model.inputs import ImageReference, rope_positions
 from dapo_core.model.routers import UNKNOWN_EXPERT
 from dapo_core.policy.attention import Packing
 
@@ -25,17 +26,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RowPictures:
+    """The distinct pictures of a packed row, and the m tokens of a rank's slice that show them.
+
+    Example with a picture of 2 tokens, and a slice that begins with the second: images (picture,),
+    tokens [0], features [1].
+    """
+
+    images: tuple[ImageReference, ...]  # of the whole row
+    tokens: torch.Tensor  # [m]: positions in the slice
+    features: torch.Tensor  # [m]: the tokens' rows in the features of all images
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """A rank's n tokens of a packed row, M of which predict a response token.
 
     Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]],
     position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], sequences
-    [0, 0, 0, 0, 1, 1], routing None,
-    cells [0, 1, 2] of a [2, 2] batch.
+    [0, 0, 0, 0, 1, 1], routing None, cells [0, 1, 2] of a [2, 2] batch.
     """
 
     token_ids: torch.Tensor  # [1, n]
-    position_ids: torch.Tensor  # [1, n], from 0 in each sequence
+    # [1, n], from 0 in each sequence; with pictures [3, 1, n], in time, height and width
+    position_ids: torch.Tensor
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
@@ -44,6 +58,7 @@ class PackedRow:
     routing: torch.Tensor | None
     # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
     cells: torch.Tensor
+    pictures: RowPictures
 
 
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
@@ -59,7 +74,9 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     is_token = columns < counts.unsqueeze(-1)  # [b, T]
     padding = torch.zeros(num_padding, dtype=torch.int64)
     token_ids = torch.cat([batch.token_ids[is_token].long(), padding])
-    positions = torch.cat([columns.expand_as(is_token)[is_token], torch.arange(num_padding)])
+    positions = _positions(batch, counts)
+    padded = torch.arange(num_padding).expand(*positions.shape[:-1], -1)
+    positions = torch.cat([positions, padded], dim=-1)
     numbers = torch.arange(len(counts)).repeat_interleave(counts)
     sequences = torch.cat([numbers, padding - 1])
 
@@ -82,14 +99,47 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
-        position_ids=positions[first : first + size].unsqueeze(0).to(device),
+        position_ids=positions[..., first : first + size].unsqueeze(-2).to(device),
         packing=Packing(lengths, device, group),
         predictors=(responses[is_local] - 1 - first).to(device),
         targets=token_ids[responses[is_local]].to(device),
         sequences=sequences[first : first + size].to(device),
         routing=routing,
         cells=cells[is_local],
+        pictures=_pictures(batch, counts, slice(first, first + size), device),
     )
+
+
+def _positions(batch: Batch, counts: torch.Tensor) -> torch.Tensor:
+    """Return the positions of a row's tokens: [n], or [3, n] with pictures."""
+    if batch.images is None:
+        return torch.cat([torch.arange(count) for count in counts.tolist()])
+    parts = map(rope_positions, counts.tolist(), batch.images)
+    return torch.from_numpy(np.concatenate([*parts], axis=1))
+
+
+def _pictures(batch: Batch, counts: torch.Tensor, part: slice, device: torch.device) -> RowPictures:
+    """Return the pictures of a row, and where this part of it shows them.
+
+    Siblings show the same pictures, which are computed once.
+    """
+    images: dict[str, ImageReference] = {}
+    firsts: dict[str, int] = {}  # first feature of each picture
+    num_features = 0
+    features = torch.full((int(counts.sum()),), -1)
+    starts = (counts.cumsum(0) - counts).tolist()
+    for start, shown in zip(starts, batch.images or [()] * len(starts), strict=True):
+        for image in shown:
+            if image.digest not in images:
+                images[image.digest], firsts[image.digest] = image, num_features
+                num_features += image.num_tokens
+            first = firsts[image.digest]
+            place = slice(start + image.tokens.start, start + image.tokens.stop)
+            features[place] = torch.arange(first, first + image.num_tokens)
+    here = features[part]
+    is_shown = here >= 0
+    tokens = is_shown.nonzero().squeeze(-1)
+    return RowPictures(tuple(images.values()), tokens.to(device), here[is_shown].to(device))
 
 
 def probe_row(device: torch.device, group: ProcessGroup | None = None) -> PackedRow:

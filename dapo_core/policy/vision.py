@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dapo_core.model.inputs import ImageReference
+from dapo_core.model.pictures import ImageProcessor
 from dapo_core.policy.attention import PACKED_ATTENTION
 
 if TYPE_CHECKING:
@@ -16,20 +21,37 @@ class Tower:
     """Computes the decoder's inputs of a model with a vision tower.
 
     FSDP2 gathers the tower's blocks collectively, so every rank runs the tower in every pass: on a
-    blank picture, multiplied by 0, if its row has none.
+    blank picture, multiplied by 0, if its row has none. Ranks with slices of a row run it on all
+    pictures of the row.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, model_path: str | Path) -> None:
         causal_lm.set_attn_implementation(
             {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
         )
         self._base = causal_lm.base_model
+        self._model_path = model_path
 
     def inputs(self, row: PackedRow) -> dict[str, Any]:
         """Return the arguments of the decoder for the row's tokens."""
         embeddings = self._base.get_input_embeddings()(row.token_ids)
-        features = self._features(*self._blank_picture(embeddings.device))
-        return {"inputs_embeds": embeddings + 0 * sum(each.sum() for each in features)}
+        shown, device = row.pictures, embeddings.device
+        pixels, grids = self._pixels(shown.images)
+        features = self._features(pixels.to(device), grids.to(device))
+        embeddings = embeddings + 0 * sum(each.sum() for each in features)
+        if not len(shown.tokens):
+            return {"inputs_embeds": embeddings}
+        first, *deep = (each[shown.features].to(embeddings.dtype) for each in features)
+        inputs = {"inputs_embeds": embeddings.index_copy(1, shown.tokens, first.unsqueeze(0))}
+        if deep:  # added to the outputs of the first layers
+            mask = torch.zeros_like(row.token_ids, dtype=torch.bool)
+            mask[:, shown.tokens] = True
+            inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return inputs
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self._model_path)
 
     def _features(self, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
         """Return the features [tokens, hidden] of pictures for the embeddings, then for layers.
@@ -42,10 +64,14 @@ class Tower:
         deep = getattr(output, "deepstack_features", None) or []
         return [torch.cat([*parts]) for parts in (output.pooler_output, *deep)]
 
-    def _blank_picture(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pixels [patches, values] and grid of the smallest picture: one token."""
+    def _pixels(self, images: Sequence[ImageReference]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return patches [sum of patches, values] and grids [images, 3].
+
+        Without images, those of a blank picture of one token.
+        """
+        if images:
+            return self._processor.pixels(images)
         config = self._base.config.vision_config
         size = config.spatial_merge_size
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        pixels = torch.zeros(size**2, values, device=device)
-        return pixels, torch.tensor([[1, size, size]], device=device)
+        return torch.zeros(size**2, values), torch.tensor([[1, size, size]])

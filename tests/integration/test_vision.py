@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dapo_core.algorithm.balance import split_batch
-from dapo_core.algorithm.batch import Batch
+from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.train import LoraConfig
 from dapo_core.engines.factory import build_engine, engine_settings
@@ -20,8 +20,8 @@ from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import Cpu
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.model.folder import SINGLE_FILE
-from dapo_core.model.inputs import ModelInput
+from dapo_core.model.folder import SINGLE_FILE, read_config
+from dapo_core.model.inputs import ImageReference, ModelInput
 from dapo_core.model.lora import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
@@ -31,17 +31,23 @@ from dapo_core.model.lora import (
     write_adapter,
 )
 from dapo_core.model.names import is_of_tower
+from dapo_core.model.pictures import ImageProcessor
+from dapo_core.model.pretrained import load_causal_lm
+from dapo_core.policy.attention import Packing
+from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.packing import pack
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_trainable
+from dapo_core.policy.vision import Tower
 from dapo_core.training import train
 from durable import read_json_lines
-from tests.batches import random_batch
+from tests.batches import make_group
 from tests.configs import make_config
 from tests.in_process import without_ray
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
 from tests.tiny_models import build_tiny
-from tests.tiny_vision import FAMILIES, Family, build_tiny_vision
+from tests.tiny_vision import FAMILIES, Family, build_tiny_vision, write_picture
 from tests.trainings import World
 from tests.trainings import config_of as config_of_recipe
 
@@ -52,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": ["vision"]},
     "adapters": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}},
 }
-MAX_TOKENS = 24  # so that every rank has several micro-batches
+MAX_TOKENS = 32  # so that every rank has several micro-batches
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,31 @@ class Known:
     gradients: dict[str, torch.Tensor]
 
 
-def batch_of() -> Batch:
-    """Return three groups of two responses."""
-    return random_batch(num_groups=3, group_size=2, seed=4)
+# sizes of the pictures in each prompt: 6 tokens; none; 8 and 1 tokens; 1 token
+PICTURES: list[list[tuple[int, int]]] = [[(32, 48)], [], [(64, 32), (16, 16)], [(16, 16)]]
+
+
+def batch_of(folder: Path) -> Batch:
+    """Return two responses to each of four prompts with pictures, which are beside the model."""
+    config = read_config(folder)
+    start, pad, end = (
+        config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")
+    )
+    processor = ImageProcessor(folder)
+    groups = []
+    for index, sizes in enumerate(PICTURES):
+        group = make_group([1.0, 1.0], index, [3 + index, 9 - 2 * index], seed=4)
+        ids, images = [*group.prompt.input.token_ids], []
+        for number, size in enumerate(sizes):
+            path = write_picture(folder / f"{index}-{number}.png", *size, seed=10 * index + number)
+            grid = processor.grid(path)
+            num_tokens = processor.num_tokens(grid)
+            images.append(ImageReference(str(path), grid, len(ids) + 1, num_tokens))
+            ids += [start, *[pad] * num_tokens, end, 20 + index]
+        prompt = replace(group.prompt, input=ModelInput(tuple(ids), tuple(images)))
+        groups.append(replace(group, prompt=prompt))
+    batch = build_batch(groups, mask_truncated=False)
+    return replace(batch, advantages=torch.linspace(-2, 1.5, batch.num_responses))
 
 
 def one_by_one(folder: Path, batch: Batch) -> Known:
@@ -77,7 +105,13 @@ def one_by_one(folder: Path, batch: Batch) -> Known:
         zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
     ):
         ids = batch.token_ids[row, : start + count].long().unsqueeze(0)
-        logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+        pictures: dict[str, Any] = {}
+        if batch.images is not None and batch.images[row]:
+            pixels, grids = ImageProcessor(folder).pixels(batch.images[row])
+            pictures = {"pixel_values": pixels, "image_grid_thw": grids}
+            pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        model.model.rope_deltas = None
+        logits = model(input_ids=ids, use_cache=False, **pictures).logits[0, start - 1 : -1]
         chosen = logits.log_softmax(-1).gather(1, ids[0, start:].unsqueeze(-1)).squeeze(-1)
         log_probs[row, :count] = chosen.detach()
         loss = loss - batch.advantages[row] * chosen.sum()
@@ -107,8 +141,9 @@ def _update(rank: int, folder: Path, batch: Batch) -> dict[str, dict[str, Any]]:
         sp = config.train.sequence_parallel
         shares, indices = split_batch(batch, config.train.num_data_ranks, MAX_TOKENS * sp)
         share = shares[rank // sp]
+        parts = range(len(share.micro_batches))
         log_probs = policy.log_probs(share).log_probs
-        parameters: dict[str, Any] = dict(policy.model.causal_lm.named_parameters())
+        parameters: dict[str, Any] = dict(policy._causal_lm().named_parameters())
         adapters = {
             n: each.full_tensor().clone() for n, each in parameters.items() if is_adapter(n)
         }
@@ -119,7 +154,7 @@ def _update(rank: int, folder: Path, batch: Batch) -> dict[str, dict[str, Any]]:
             "log_probs_after": policy.log_probs(share).log_probs,
             "adapters": adapters,
             "rows": indices[rank // sp],
-            "num_parts": len(share.micro_batches),
+            "shown": [any(part.images or ()) for part in map(share.micro_batch, parts)],
             "log_probs": log_probs,
             "gradients": {
                 name: each.grad.full_tensor()
@@ -141,13 +176,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
 def test_ranks_compute_as_transformers_does_one_sequence_at_a_time(
     folders: dict[Family, Path], family: Family
 ) -> None:
-    folder, batch = folders[family], batch_of()
-    known, stored = one_by_one(folder, batch), load_file(folders[family] / SINGLE_FILE)
-    assert known.log_probs.std() > 0.5  # weights are loud enough to show a fault
+    folder = folders[family]
+    stored, batch = load_file(folder / SINGLE_FILE), batch_of(folder)
+    known = one_by_one(folder, batch)
     ranks = run_ranks(2, _update, folder, batch)
+    shown = [rank["data parallel"]["shown"] for rank in ranks]
+    assert any(first != second for first, second in zip(*shown, strict=True))  # one has no picture
     for layout, options in LAYOUTS.items():
         first, second = (rank[layout] for rank in ranks)
-        assert first["num_parts"] > 1
+        assert len(first["shown"]) > 1
         for result in (first, second):
             expected = known.log_probs[result["rows"], : result["log_probs"].shape[1]]
             torch.testing.assert_close(result["log_probs"], expected, rtol=0, atol=1e-5)
@@ -162,6 +199,39 @@ def test_ranks_compute_as_transformers_does_one_sequence_at_a_time(
             scale = max(expected.abs().max().item(), 1e-6)
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5 * scale, msg=name)
         _require_engine(folder, options, batch, [first, second])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fault_in_positions_packing_or_pixels_would_show(
+    folders: dict[Family, Path], family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone moves log-probs by more than 0.5, so equality to 1e-5 excludes it."""
+    folder = folders[family]
+    batch = batch_of(folder)
+    causal_lm = load_causal_lm(folder, torch.float32)
+    tower = Tower(causal_lm, folder)
+    model = TokenLogProbs(causal_lm, chunk_tokens=8, tower=tower)
+    row = pack(batch, torch.device("cpu"))
+    as_text = pack(replace(batch, images=None), torch.device("cpu"))
+    num_tokens = row.token_ids.shape[1]
+    faults = {
+        "positions": replace(row, position_ids=as_text.position_ids),
+        "packing": replace(row, packing=Packing([num_tokens], torch.device("cpu"))),
+    }
+    with torch.no_grad():
+        right = model(row, 1.0, False)[0]
+        wrong = {name: model(faulty, 1.0, False)[0] for name, faulty in faults.items()}
+        read = tower._pixels
+
+        def black(images: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            pixels, grids = read(images)
+            return torch.zeros_like(pixels), grids
+
+        monkeypatch.setattr(tower, "_pixels", black)
+        wrong["pixels"] = model(row, 1.0, False)[0]
+    known = one_by_one(folder, batch).log_probs.flatten()[row.cells]
+    torch.testing.assert_close(right, known, rtol=0, atol=1e-5)
+    assert [name for name, each in wrong.items() if (each - right).abs().max() < 0.5] == []
 
 
 def _expected(
@@ -185,13 +255,16 @@ def _require_engine(
     settings = engine_settings(config_of(folder, **options), Cpu())
     engine = build_engine("hf", folder, settings, seed=0)
     engine.load_weights(ranks[0]["after"].items(), 1)
-    lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
-    rows = zip(batch.token_ids.tolist(), lengths, strict=True)
-    given = engine.log_probs([(ModelInput(tuple(ids[:n])), ids[n : n + m]) for ids, (n, m) in rows])
     for result in ranks:
         for row, values in zip(result["rows"], result["log_probs_after"], strict=True):
-            expected = values[: len(given[row])]
-            torch.testing.assert_close(torch.tensor(given[row]), expected, rtol=0, atol=1e-4)
+            if batch.images is not None and batch.images[row]:
+                continue  # this engine reads none
+            start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+            ids = batch.token_ids[row].tolist()
+            sequence = ModelInput(tuple(ids[:start])), ids[start : start + count]
+            [given] = engine.log_probs([sequence])
+            expected = values[:count]
+            torch.testing.assert_close(torch.tensor(given), expected, rtol=0, atol=1e-4)
     if "freeze" in options:
         with pytest.raises(RolloutError, match=r"tensors are missing: .*visual"):
             build_engine("hf", folder, replace(settings, freezes_tower=False), 0).load_weights(
@@ -235,7 +308,8 @@ def test_an_adapter_of_the_language_model_is_merged_into_the_weights_of_the_file
     """Adapters have the modules' names, and the files of Qwen2.5-VL others."""
     base, lora = folders["qwen2_5_vl"], LoraConfig(rank=2, targets=("q_proj",))
     draw = torch.Generator().manual_seed(0)
-    tensors, changed = {}, load_file(base / SINGLE_FILE)
+    tensors: dict[str, torch.Tensor] = {}
+    changed = load_file(base / SINGLE_FILE)
     for layer in range(2):
         module = f"layers.{layer}.self_attn.q_proj.weight"
         names = [adapter_name(n) for n in adapter_names(f"model.language_model.{module}")]
