@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from made_up import rows, write_model_folder
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import ProcessGroup
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
@@ -24,12 +26,12 @@ from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
-from dapo_core.machine.device import device_for
-from dapo_core.policy import log_probs
+from dapo_core.policy import experts, log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.packing import PackedRow
+from dapo_core.policy.routing import Routing
 
 TOTAL = "Total"
 ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")
@@ -102,15 +104,15 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
         "fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore()
     )
     try:
-        mesh, group = (
-            sharding._mesh(device_for("cpu"), train),
-            sequence_group(train.sequence_parallel),
-        )
+        group = sequence_group(train.sequence_parallel)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             for module, name, replacement in (
-                (sharding, "_mesh", lambda *_: mesh),  # built from real tensors
+                (sharding, "init_device_mesh", _on_real_tensors(sharding.init_device_mesh)),
+                (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
                 (sharding, "_fill", lambda *_: None),
+                (experts, "_count_rows", _equal_loads),
+                (Routing, "count", lambda *_: None),  # depends on values
                 (policy_rank, "sequence_group", lambda *_: group),
                 (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
                 (policy_rank, "pack", _with_fake_rows(policy_rank.pack, mode)),
@@ -122,6 +124,22 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
             yield policy_rank.Policy(folder, config)
     finally:
         dist.destroy_process_group()
+
+
+def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
+    def make_real(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return make(*arguments, **options)
+
+    return make_real
+
+
+def _equal_loads(
+    chosen: torch.Tensor, num_experts: int, group: ProcessGroup
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Replace `_count_rows`: every rank's experts get the same number of rows."""
+    rows = list(map(len, chosen.tensor_split(group.size())))
+    return chosen.new_ones(group.size() * num_experts), rows, rows
 
 
 def _with_fake_rows(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.machine.device import device_for
 from dapo_core.memory.engine import longest_sequence
+from dapo_core.memory.shape import count
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -131,8 +132,11 @@ class _Rank:
         root, layers = item * shape.root_parameters, self._gathered_layers()
         stream = item * shape.hidden * tokens  # the residual stream
         logits = self._chunk(tokens) * shape.vocabulary * LOGITS_ENTROPY
+        # FSDP2 keeps a unit's buffer until the next unit's weights are copied out of theirs.
+        buffers = self._layer_buffer() if self.train.expert_parallel == 1 else 0
         return [
-            (2 * root + layers, 0, 0),  # the root's buffer and weights, and the first layer's
+            (2 * root + self._first_unit(), 0, 0),  # buffers and weights
+            (root + layers + buffers, 0, 0),
             (
                 root + layers,
                 3 * stream + tokens * (4 * shape.hidden + 3 * item * shape.mlp_width),
@@ -189,6 +193,13 @@ class _Rank:
         if self.train.reshard_after_forward:
             return max(self.layer_sizes) * self.item + self._layer_buffer()
         return sum(self.layer_sizes) * self.item + self._layer_buffer()
+
+    def _first_unit(self) -> int:
+        """Return the bytes of gathered weights below the root when its own buffer still exists."""
+        if self.train.expert_parallel == 1:
+            return self._gathered_layers()
+        dense = [[each for each in layer if len(each) < 3] for layer in self.shape.layers]
+        return 2 * self.item * max(map(count, dense))
 
     def _layer_buffer(self) -> int:
         """Return the bytes of the next layer's buffer; none if the weights are not sharded."""

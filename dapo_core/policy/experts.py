@@ -14,6 +14,7 @@ from dapo_core.model.names import expert_modules
 from dapo_core.policy.all_to_all import all_to_all
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -45,19 +46,30 @@ def run_experts(
     group, num_chosen = experts.ranks, index.shape[1]
     held: Any = _Held(experts, group.size())
     chosen, order = index.flatten().sort(stable=True)
-    sent = torch.bincount(chosen, minlength=group.size() * held.num_experts)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    sends, receives = (count.view(group.size(), -1).sum(1).tolist() for count in (sent, received))
+    received, sends, receives = _count_rows(chosen, held.num_experts, group)
     rows = all_to_all(hidden[order // num_chosen], sends, receives, group)
     if len(rows):
         numbers = torch.arange(held.num_experts, device=rows.device).repeat(group.size())
-        numbers = numbers.repeat_interleave(received).unsqueeze(1)
+        numbers = numbers.repeat_interleave(received, output_size=len(rows)).unsqueeze(1)
         rows = grouped_mm_experts_forward(held, rows, numbers, rows.new_ones(numbers.shape))
     else:  # FSDP2 and the other ranks wait for the gradients of this rank too
         rows = rows + sum(weight.sum() for weight in held.weights)
     results = all_to_all(rows, receives, sends, group)[order.argsort()]
     return (results.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _count_rows(
+    chosen: torch.Tensor, num_experts: int, group: ProcessGroup
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Return the rows that come from each rank for each expert of this one, [ranks x experts].
+
+    And those to send to each rank and to receive from it. Collective.
+    """
+    sent = torch.bincount(chosen, minlength=group.size() * num_experts)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sends, receives = (count.view(group.size(), -1).sum(1).tolist() for count in (sent, received))
+    return received, sends, receives
 
 
 class _Held:

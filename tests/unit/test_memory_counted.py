@@ -24,13 +24,30 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)]
+    ("model", "num_ranks", "sequence_parallel", "expert_parallel"),
+    [
+        ("Qwen3-8B", 16, 2, 1),
+        ("Qwen2.5-7B", 4, 1, 1),
+        ("Qwen3-30B-A3B", 16, 4, 1),
+        ("Qwen3-30B-A3B", 16, 4, 16),
+        ("Qwen3-235B-A22B", 128, 8, 8),
+    ],
 )
 def test_the_plan_matches_what_the_code_allocates(
-    model: str, num_ranks: int, sequence_parallel: int, bench: ModuleType, tmp_path: Path
+    model: str,
+    num_ranks: int,
+    sequence_parallel: int,
+    expert_parallel: int,
+    bench: ModuleType,
+    tmp_path: Path,
 ) -> None:
     published: dict[str, Any] = {**(published_config(model) or {}), "num_hidden_layers": 2}
-    train = {"num_ranks": num_ranks, "sequence_parallel": sequence_parallel, "dtype": "bfloat16"}
+    train = {
+        "num_ranks": num_ranks,
+        "sequence_parallel": sequence_parallel,
+        "expert_parallel": expert_parallel,
+        "dtype": "bfloat16",
+    }
     lengths = {"data": {"max_prompt_tokens": 512}, "rollout": {"max_response_tokens": 7680}}
     config = TrainingConfig.model_validate(
         {**lengths, "train": {**train, "micro_batch_tokens": 8192 // sequence_parallel}}
