@@ -135,7 +135,7 @@ def _read_prompts(
                 f"validation.every={config.validation.every} needs a held-out set; pass one with "
                 "--held-out, or set validation.every=0"
             )
-        held_out = held_out_prompts(held_out_path, tokenizer, config)
+        held_out = held_out_prompts(held_out_path, model_path, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
     return stream, Validation(config, held_out, tokenizer, output_dir)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dapo_core.draw.encoding import PromptEncoder
 from dapo_core.draw.groups import Group, GroupRequest, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.draw.report import STALL_ADVICE
@@ -35,7 +36,7 @@ NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
 
 
 def held_out_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+    path: Path, model_path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
 ) -> list[Prompt]:
     """Return the first validation.num_prompts problems of the file, prompted as in `dapo eval`.
 
@@ -54,7 +55,8 @@ def held_out_prompts(
         for problem in held_out.problems[: config.validation.num_prompts]
     ]
     arguments = config.rollout.chat_template_kwargs
-    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, arguments)
+    encoder = PromptEncoder(tokenizer, model_path, path.parent, arguments)
+    prompts = tokenize_prompts(problems, encoder, config.data.max_prompt_tokens)
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
 

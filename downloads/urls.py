@@ -86,6 +86,28 @@ def download(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, repo
             _receive_all(client, _url_of(snapshot, file), file, folder / file.path, report)
 
 
+def read_url(url: str, max_bytes: int) -> bytes:
+    """Return what is at the URL, cut after `max_bytes` + 1; nothing if its server has it not.
+
+    Raises DownloadError if the server does not answer, or fails.
+    """
+    content = b""
+    try:
+        with _client() as client, client.stream("GET", url, headers=PLAIN) as response:
+            if response.status_code in (403, 404, 410):
+                return content
+            if not response.is_success:
+                raise refused(response.status_code, url, _DENIED, "correct the URL")
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) > max_bytes:
+                    break
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+        parts = urlsplit(url)
+        raise failed(f"{parts.scheme}://{parts.netloc}", error) from error
+    return content[: max_bytes + 1]
+
+
 def _client() -> httpx.Client:
     return httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS)
 

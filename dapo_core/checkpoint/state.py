@@ -17,7 +17,7 @@ from dapo_core.draw.groups import Group, GroupRequest, Rollout, VersionSpans
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import NO_IDS, NO_LOG_PROBS, Response
 from dapo_core.errors import CheckpointError
-from dapo_core.model.inputs import ModelInput
+from dapo_core.model.inputs import ImageReference, ModelInput
 from dapo_core.model.routers import NO_ROUTING
 
 STATE_FILE = "trainer_state.json"
@@ -179,5 +179,9 @@ def _spans(values: list[list[int]]) -> VersionSpans:
 def _prompt(values: dict[str, Any]) -> Prompt:
     given = {**values}
     earlier = {"token_ids": given.pop("prompt_ids", None)}  # of earlier checkpoints
-    token_ids = given.pop("input", earlier)["token_ids"]
-    return Prompt(**given, input=ModelInput(tuple(token_ids)))
+    read = given.pop("input", earlier)
+    images = [
+        ImageReference(**{**image, "grid_thw": tuple(image["grid_thw"])})
+        for image in read.get("images", ())
+    ]
+    return Prompt(**given, input=ModelInput(tuple(read["token_ids"]), tuple(images)))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo_core.errors import DataError
-from dapo_core.model.inputs import ModelInput
+from dapo_core.model.inputs import ImageReference, ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ TooLong = Literal["drop", "truncate_left", "error"]
 
 ROWS_FILE, ABOUT_FILE = "rows.arrow", "about.json"  # of TokenizedPrompts
 TURNS = 1000  # prompts per cycle over several sets
+NO_IMAGES = "[]"
+SMALLER = "lower data.image_max_pixels for smaller pictures"
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,12 @@ class TokenizedPrompts:
     or raises DataError with their number and the longest.
     """
 
-    def __init__(self, folder: Path, max_prompt_tokens: int, too_long: TooLong) -> None:
+    def __init__(
+        self, folder: Path, pictures: Path, max_prompt_tokens: int, too_long: TooLong
+    ) -> None:
+        """Names of pictures are relative to `pictures`."""
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
         self.digest: str = about["digest"]  # of all fields of all rows
@@ -58,8 +64,25 @@ class TokenizedPrompts:
         self._firsts = np.cumsum([0, *map(len, batches)])  # first row of each batch
         lengths = [batch["prompt_ids"].value_lengths().to_numpy() for batch in batches]
         self.lengths = np.concatenate(lengths)  # tokens of every row
+        self._pictures = pictures.absolute()
+        pictured = [pc.not_equal(batch["images"], NO_IMAGES) for batch in batches]
+        has_images = np.concatenate([each.to_numpy(zero_copy_only=False) for each in pictured])
+        listed = [
+            json.loads(images)
+            for batch, rows in zip(batches, pictured, strict=True)
+            for images in batch["images"].filter(rows).to_pylist()
+        ]
+        # tokens of each picture
+        self.image_lengths = [num_tokens for images in listed for *_, num_tokens in images]
         is_long = self.lengths > max_prompt_tokens
-        treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train")
+        if too_long == "truncate_left" and (num_cut := int((is_long & has_images).sum())):
+            raise DataError(
+                f"{num_cut} prompts with pictures are longer than data.max_prompt_tokens="
+                f"{max_prompt_tokens}, and a picture cannot be truncated; {SMALLER}, or set "
+                "data.too_long=drop"
+            )
+        advice = SMALLER if has_images.any() else ""
+        treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train", advice)
         self._rows = np.flatnonzero(~is_long if too_long == "drop" else np.ones_like(is_long))
         names, weights = zip(*about["sets"], strict=True)
         self._datasets = names if len(names) > 1 else ("",)
@@ -77,19 +100,23 @@ class TokenizedPrompts:
         offset = row - int(self._firsts[number])
         fields = self._file.get_batch(number).slice(offset, 1).to_pylist()[0]
         token_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
+        images = tuple(
+            ImageReference(str(self._pictures / name), (time, height, width), first, num_tokens)
+            for name, (time, height, width), first, num_tokens in json.loads(fields.pop("images"))
+        )
         extra_info = json.loads(fields.pop("extra_info"))
         number = fields.pop("set")
         dataset = self._datasets[number if len(self._datasets) > 1 else 0]
-        own = {"index": row, "input": ModelInput(token_ids), "extra_info": extra_info}
+        own = {"index": row, "input": ModelInput(token_ids, images), "extra_info": extra_info}
         return Prompt(**own, dataset=dataset, **fields)
 
 
 def treat_too_long(
-    lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str
+    lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str, advice: str = ""
 ) -> None:
     """Log how many prompts are too long; raises DataError for `error`, or if `drop` leaves none.
 
-    `key` is the configuration key of their sets.
+    `key` is the configuration key of their sets; `advice` is added to the error.
     """
     num_long = int((lengths > max_prompt_tokens).sum())
     if not num_long:
@@ -102,6 +129,7 @@ def treat_too_long(
         can_drop = num_long < len(lengths) and key == "data.train"
         raise DataError(
             f"{summary}; raise data.max_prompt_tokens, or shorten them in the sets of {key}"
+            + (f", or {advice}" if advice else "")
             + (", or set data.too_long=drop" if can_drop else "")
         )
     action = "dropped" if too_long == "drop" else "truncated to their last tokens"

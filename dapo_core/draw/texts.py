@@ -33,7 +33,7 @@ def text_row(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]
     """Return a response with its prompt and score as a row of a file."""
     return {
         "set": prompt.dataset or prompt.data_source,
-        "prompt": decode(list(prompt.input.token_ids)),
+        "prompt": decode(prompt.input.placeholder_ids),
         "response": decode(rollout.response_ids.tolist()),
         "answer": rollout.answer,
         "gold": prompt.ground_truth,

@@ -10,25 +10,27 @@ import json
 import logging
 import re
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dapo_core.draw.encoding import NO_ARGUMENTS, PromptEncoder, Tokens
 from dapo_core.draw.prompts import (
     ABOUT_FILE,
     ROWS_FILE,
+    SMALLER,
     Prompt,
     TokenizedPrompts,
     TooLong,
     treat_too_long,
 )
-from dapo_core.errors import ConfigError, DataError
+from dapo_core.errors import ConfigError
 from dapo_core.machine.digests import file_digest
 from dapo_core.model.folder import model_files
 from dapo_core.model.inputs import ModelInput
@@ -46,21 +48,14 @@ logger = logging.getLogger(__name__)
 
 PROMPTS_FOLDER = ".prompts"  # in the training output; removed when training ends
 LENGTHS_FILE = "prompt_lengths.json"
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # for a chat template
-FORMAT = 3  # of the file; increment it to tokenize again
+FORMAT = 4  # of the file; increment it to tokenize again
 BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
 
-# concatenated token ids of several prompts, and the length of each
-Tokens = tuple[np.ndarray, np.ndarray]
-
 
 def tokenize_prompts(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
+    problems: Sequence[Problem], encoder: PromptEncoder, max_prompt_tokens: int
 ) -> list[Prompt]:
     """Tokenize held-out problems with the chat template and its generation prompt.
 
@@ -69,13 +64,14 @@ def tokenize_prompts(
     if not problems:
         return []
     datasets = {problem.dataset for problem in problems}
-    ids, lengths = _encode(tokenizer, _render(tokenizer, problems, template_kwargs))
-    treat_too_long(lengths, max_prompt_tokens, "error", "data.eval")
+    ids, lengths, images = encoder.encode(problems, encoder.render(problems))
+    advice = SMALLER if any(images) else ""
+    treat_too_long(lengths, max_prompt_tokens, "error", "data.eval", advice)
     prompt_ids = np.split(ids, np.cumsum(lengths)[:-1])
     return [
         Prompt(
             index=index,
-            input=ModelInput(tuple(prompt_ids[index].tolist())),
+            input=ModelInput(tuple(prompt_ids[index].tolist()), images[index]),
             data_source=str(problem.data_source),
             ground_truth=problem.gold,
             extra_info=json.loads(json.dumps(problem.extra_info)),
@@ -104,9 +100,13 @@ def tokenized_prompts(
     folder = output_dir / PROMPTS_FOLDER / _key(path, model_path, template_kwargs)[:16]
     if not folder.exists():
         remove_prompts(output_dir)
-        _tokenize_file(path, tokenizer, folder, template_kwargs)
-    prompts = TokenizedPrompts(folder, data.max_prompt_tokens, data.too_long)
+        encoder = PromptEncoder(tokenizer, model_path, path.parent, template_kwargs)
+        _tokenize_file(path, encoder, folder)
+    prompts = TokenizedPrompts(folder, path.parent, data.max_prompt_tokens, data.too_long)
     lengths = describe_lengths(prompts.lengths, data.max_prompt_tokens, data.too_long)
+    if counts := prompts.image_lengths:
+        lengths |= {"num_pictures": len(counts), "max_picture": max(counts)}
+        lengths["mean_picture"] = statistics.fmean(counts)
     write_atomically(output_dir / LENGTHS_FILE, json.dumps(lengths, indent=2) + "\n")
     return prompts
 
@@ -166,9 +166,7 @@ def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> st
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _tokenize_file(
-    path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, template_kwargs: Mapping[str, Any]
-) -> None:
+def _tokenize_file(path: Path, encoder: PromptEncoder, folder: Path) -> None:
     """Write the folder that TokenizedPrompts reads, with BATCH_ROWS rows per batch."""
     import pyarrow as pa
 
@@ -180,7 +178,7 @@ def _tokenize_file(
     with pa.OSFile(str(partial / ROWS_FILE), "wb") as sink, contextlib.ExitStack() as stack:
         writer = None
         batches = _batches(_problems(path))
-        for problems, (ids, lengths) in _encoded(batches, tokenizer, template_kwargs):
+        for problems, (ids, lengths, images) in _encoded(batches, encoder):
             names = [(problem.dataset, problem.weight) for problem in problems]
             columns: dict[str, list[Any]] = {
                 "data_source": [str(problem.data_source) for problem in problems],
@@ -189,6 +187,12 @@ def _tokenize_file(
                 "set": [sets.setdefault(name, len(sets)) for name in names],
             }
             digest.update(ids.tobytes() + lengths.tobytes() + json.dumps(columns).encode())
+            columns["images"] = [
+                json.dumps([(name, one.grid_thw, one.first, one.num_tokens) for name, one in pairs])
+                for pairs in map(zip, (problem.images for problem in problems), images)
+            ]
+            if any(images):
+                digest.update(json.dumps(columns["images"]).encode())
             prompt_ids = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids)
             batch = pa.RecordBatch.from_pydict({"prompt_ids": prompt_ids, **columns})
             writer = writer or stack.enter_context(pa.ipc.new_file(sink, batch.schema))
@@ -220,9 +224,7 @@ def _batches(problems: Iterator[Problem]) -> Iterator[list[Problem]]:
 
 
 def _encoded(
-    batches: Iterator[list[Problem]],
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
+    batches: Iterator[list[Problem]], encoder: PromptEncoder
 ) -> Iterator[tuple[list[Problem], Tokens]]:
     """Yield each batch with its tokens, in order.
 
@@ -232,37 +234,10 @@ def _encoded(
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
         previous: tuple[list[Problem], Future[Tokens]] | None = None
         for problems in batches:
-            texts = _render(tokenizer, problems, template_kwargs)
-            encoding = thread.submit(_encode, tokenizer, texts)
+            texts = encoder.render(problems)
+            encoding = thread.submit(encoder.encode, problems, texts)
             if previous is not None:
                 yield previous[0], previous[1].result()
             previous = problems, encoding
         if previous is not None:
             yield previous[0], previous[1].result()
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    problems: Sequence[Problem],
-    template_kwargs: Mapping[str, Any],
-) -> list[str]:
-    """Render prompts as text. Raises DataError if the chat template rejects one."""
-    from jinja2 import TemplateError
-
-    chats = [[dict(message) for message in problem.messages or ()] for problem in problems]
-    try:
-        render: Any = tokenizer.apply_chat_template
-        return render(chats, add_generation_prompt=True, tokenize=False, **template_kwargs)
-    except TemplateError as error:
-        roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
-        raise DataError(
-            f"the model's chat template rejects messages with these roles ({'; '.join(roles)}): "
-            f"{error}. Change the prompts or data.system_prompt, or set model.chat_template to a "
-            "template that accepts them"
-        ) from None
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tokens:
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
-    lengths = np.array([len(row) for row in ids], np.int32)
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int32), lengths

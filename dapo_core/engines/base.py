@@ -141,6 +141,7 @@ class Engine(ABC):
     engine_thread.
     """
 
+    reads_pictures = False
     keeps_weights = False  # the loader keeps views of a tensor after requesting the next one
 
     def __init__(
@@ -166,6 +167,7 @@ class Engine(ABC):
         """Queue requests with unique ids; nothing is computed until `step`."""
         self._require_awake("accept requests", OF_ENGINES)
         for request in requests:
+            self._require_readable(request.prompt)
             ids, log_probs = request.response_ids, request.rollout_log_probs
             row = Row(request, array("i", ids.tobytes()), array("f", log_probs.tobytes()))
             self._queue(row)
@@ -228,6 +230,8 @@ class Engine(ABC):
         """
         self._require_idle("compute log-probs")
         self._require_awake("compute log-probs", OF_ENGINES)
+        for prompt, _ in sequences:
+            self._require_readable(prompt)
         return self._log_probs(sequences)
 
     def sleep(self) -> None:
@@ -272,6 +276,13 @@ class Engine(ABC):
     @abstractmethod
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Implement `log_probs` for an idle engine."""
+
+    def _require_readable(self, prompt: ModelInput) -> None:
+        if prompt.images and not self.reads_pictures:
+            raise RolloutError(
+                f"a prompt has {len(prompt.images)} pictures, which this engine does not read; set "
+                "rollout.engine=vllm"
+            )
 
     def _require_idle(self, action: str) -> None:
         if self._rows:

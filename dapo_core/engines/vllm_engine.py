@@ -39,14 +39,19 @@ from dapo_core.machine.environment import (
     set_defaults,
 )
 from dapo_core.model.folder import read_config
+from dapo_core.model.inputs import ModelInput
 from dapo_core.model.lora import adapter_name, adapter_shapes, vllm_rank, write_adapter
+from dapo_core.model.pictures import IMAGE_TOKEN, ImageProcessor
 from dapo_core.model.routers import NO_ROUTING
 from dapo_core.model.sampling import read_eos_ids
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from dapo_core.config.train import LoraConfig
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+CACHED_PICTURES = 64  # decoded ones, for the siblings of a prompt
 # multiples of 32 are fast; small blocks let siblings share more of a short prompt
 CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
@@ -60,6 +65,7 @@ GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagra
 class VllmEngine(Engine):
     """The vLLM engine of this process; only one can exist at a time."""
 
+    reads_pictures = True
     keeps_weights = True  # vLLM keeps tensors until a layer is complete
 
     def __init__(
@@ -71,9 +77,11 @@ class VllmEngine(Engine):
     ) -> None:
         """`part` is this process's part of an engine over several (TensorParallelEngine)."""
         shapes, config = read_shapes(model_path), read_config(Path(model_path))
+        self._has_tower = IMAGE_TOKEN in config
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
-            shapes.setdefault(HEAD, shapes.get("model.embed_tokens.weight", ()))
+            embeddings = (shape for name, shape in shapes.items() if name.endswith(EMBEDDINGS))
+            shapes.setdefault(HEAD, next(embeddings, ()))
         optional = {HEAD} if self._is_head_tied else set()
         if settings.lora is not None:
             adapters = adapter_shapes(shapes, settings.lora)
@@ -98,7 +106,8 @@ class VllmEngine(Engine):
             row.routing = self._routing.begin(request.request_id, token_ids, request.routing)
         self._add(
             request.request_id,
-            token_ids,
+            request.prompt,
+            row.response_ids,
             **({"temperature": 0.0} if sampling.is_greedy else asdict(sampling)),
             seed=_seed(request),
             max_tokens=settings.max_response_tokens - len(request.response_ids),
@@ -136,6 +145,8 @@ class VllmEngine(Engine):
             self._engine.apply_model(pack_again)
         if self._routing is not None:
             self._routing.forget_prefixes()
+        if self._has_tower:
+            self._engine.reset_encoder_cache()  # else pictures keep the features of old weights
         if not self._engine.reset_prefix_cache():
             raise RolloutError(
                 "vLLM did not clear its prefix cache after a weight update; restart the training"
@@ -176,7 +187,8 @@ class VllmEngine(Engine):
                 self._routing.begin(str(number), token_ids, NO_ROUTING)
             self._add(
                 str(number),
-                token_ids,
+                prompt,
+                response_ids,
                 temperature=1.0,
                 max_tokens=1,
                 prompt_logprobs=0 if self._is_last_stage else None,
@@ -209,7 +221,22 @@ class VllmEngine(Engine):
             cleanup_dist_env_and_memory()
         gc.collect()
 
-    def _add(self, request_id: str, token_ids: Sequence[int], **parameters: Any) -> None:
+    @functools.cached_property
+    def _load_picture(self) -> Callable[[str], Image]:
+        """Return the function that reads a picture in the size in which the model reads it."""
+        return functools.lru_cache(CACHED_PICTURES)(ImageProcessor(self._model_path).load)
+
+    def _media(self, prompt: ModelInput) -> dict[str, Any]:
+        """Return the pictures of a prompt, of the size at which vLLM resizes no further."""
+        if not prompt.images:
+            return {}
+        pictures = [self._load_picture(image.path) for image in prompt.images]
+        digests = [image.digest for image in prompt.images]
+        return {"multi_modal_data": {"image": pictures}, "multi_modal_uuids": {"image": digests}}
+
+    def _add(
+        self, request_id: str, prompt: ModelInput, response_ids: Sequence[int], **parameters: Any
+    ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -217,9 +244,10 @@ class VllmEngine(Engine):
         sampling = SamplingParams(
             ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **parameters
         )
+        token_ids = [*prompt.placeholder_ids, *response_ids]
+        given = {"prompt_token_ids": token_ids, **self._media(prompt)}
         try:
-            prompt = {"prompt_token_ids": list(token_ids)}
-            self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
+            self._engine.add_request(request_id, given, sampling, lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM rejected request {request_id}: {error}") from error
 
@@ -315,6 +343,9 @@ def _start(
         # without targets, vLLM also wraps the head, which then fails on prompt log-probs
         replaced = {"enable_lora": True, "max_lora_rank": vllm_rank(lora)}
         replaced["lora_target_modules"] = [*lora.targets]
+    arguments: Any = device_arguments(current_platform.device_type, settings, max_tokens)
+    if IMAGE_TOKEN in read_config(Path(model_path)):
+        arguments.setdefault("limit_mm_per_prompt", {"video": 0})
     parts: Any = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
@@ -333,7 +364,7 @@ def _start(
                 enable_sleep_mode=settings.sleep_level is not None,
                 **replaced,
                 **parts,
-                **device_arguments(current_platform.device_type, settings, max_tokens),
+                **arguments,
             ),
             part,
         )

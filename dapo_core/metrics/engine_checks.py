@@ -38,9 +38,11 @@ def probe_difference(
     """
     coarsest = _coarsest(dtypes)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
+    images = probe.images or [()] * probe.num_responses
+    rows = zip(probe.token_ids.tolist(), images, lengths, strict=True)
     sequences = [
-        (ModelInput(tuple(ids[:num_prompt])), ids[num_prompt : num_prompt + num_response])
-        for ids, (num_prompt, num_response) in zip(probe.token_ids.tolist(), lengths, strict=True)
+        (ModelInput(tuple(ids[:start]), shown), ids[start : start + length])
+        for ids, shown, (start, length) in rows
     ]
     expected = [
         value

@@ -32,13 +32,15 @@ from eval.problems.rows import (
     Schema,
     needed,
     problem_of,
+    with_images,
 )
 from eval.problems.values import (
-    PICTURE,
+    MEDIA,
     Unusable,
     chat_of,
+    images_in,
+    images_in_chat,
     is_missing,
-    require_no_picture,
     text_in,
 )
 
@@ -59,11 +61,15 @@ _ANSWERS = (
     "answerindex target label cop answers labels targets ans finalans a 答案 正确答案 solution "
     "result rewardmodel output response completion"
 ).split()
-_PICTURES = "images image imgs img pictures picture imagepath videos video audios audio".split()
+_IMAGES = (
+    "images image imgs img pictures picture imagepaths imagepath imgpath imagefiles imagefile "
+    "imageurls imageurl"
+).split()
+_MEDIA = "videos video audios audio".split()
 _FURTHER_PARTS = (
     "table code schema hypothesis evidence facts system systemprompt pretext posttext paragraphs"
 ).split()
-_PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_PICTURES, *_FURTHER_PARTS}
+_PARTS = {*_PROBLEMS, *_CONTEXTS, *_OPTIONS, *_IMAGES, *_MEDIA, *_FURTHER_PARTS}
 _AFTER = "input"  # follows an instruction; other contexts precede the question
 _WRONG = re.compile("distractor|incorrect|wrong")
 _ONE_OPTION = re.compile(
@@ -268,13 +274,19 @@ class _Named:
 
 def schema_of(layout: Layout, columns: Sequence[str]) -> Schema:
     """Return the schema of rows with this layout; `columns` are all that the file has."""
-    pictures = [name for name in columns if _word(name) in _PICTURES]
+    images = image_columns(columns)
+    media = [name for name in columns if _word(name) in _MEDIA]
 
     def read(row: Row) -> Problem:
-        if any(not is_missing(row.get(name)) for name in pictures):
-            raise Unusable(PICTURE)
+        if any(not is_missing(row.get(name)) for name in media):
+            raise Unusable(MEDIA)
+        problem, held = read_text(row), images_in(row, images)
+        if not held and layout.messages:
+            held = images_in_chat(value_at(row, layout.messages))
+        return with_images(problem, held)
+
+    def read_text(row: Row) -> Problem:
         text, messages, answer = _asked(row, layout)
-        require_no_picture(text)
         answer = value_at(row, layout.answer) if layout.answer else answer
         named = {name: getattr(layout, name) for name in _DETAILS}
         details = {name: value_at(row, column) for name, column in named.items() if column}
@@ -296,7 +308,12 @@ def schema_of(layout: Layout, columns: Sequence[str]) -> Schema:
         return name if name in columns else name.partition(".")[0]
 
     needs = [outer(name) for name in (layout.main, layout.answer) if name]
-    return Schema(tuple(needs), read, (*map(outer, layout.columns), *pictures))
+    return Schema(tuple(needs), read, (*map(outer, layout.columns), *images, *media))
+
+
+def image_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns whose names say that they hold pictures."""
+    return [name for name in columns if _word(name) in _IMAGES]
 
 
 def _asked(row: Row, layout: Layout) -> tuple[str, tuple[Message, ...] | None, Any]:

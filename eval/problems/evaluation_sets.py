@@ -51,6 +51,11 @@ def load_set(
         )
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
+    if num_pictured := sum(bool(problem.images) for problem in held_out.problems):
+        raise ProblemsError(
+            f"{path}: {num_pictured} of {len(held_out.problems)} problems have pictures, which an "
+            "evaluation does not send; name a set of texts"
+        )
     if mode == "loglikelihood":
         template = _OPTIONS_TEMPLATE if prompt == DEFAULT else find_template(prompt, DEFAULT)
         template = replace(template, system=system_prompt)

@@ -111,7 +111,8 @@ def merge_repeats(path: Path | str, problems: Sequence[Problem]) -> list[Problem
     for number, problem in enumerate(problems):
         messages = problem.messages or ({"role": "user", "content": problem.text},)
         prompt = tuple((message["role"], message["content"].strip()) for message in messages)
-        rows.setdefault(prompt, []).append(number)
+        images = repr(problem.images) if problem.images else ""
+        rows.setdefault((prompt, images), []).append(number)
     unequal = [
         numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1
     ]

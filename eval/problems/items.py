@@ -32,6 +32,8 @@ class Problem:
     template: str | None = None
     grader: GraderName | None = None
     num_rows: int = 1  # rows with this problem in the file
+    # as the row holds them, one for each `<image>`; in prepared files, paths relative to the file
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from downloads.nearest import nearest
 from eval.problems import ProblemsError
@@ -21,6 +21,7 @@ def problem_of(prompt: Prompt) -> str:
 
 
 PLACE = "{problem}"
+IMAGE = "<image>"  # the place of a picture in a text
 DEFAULT = "default"  # the benchmark's own template
 
 
@@ -156,6 +157,19 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> ProblemsError:
         f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as "
         "UTF-8 text"
     )
+
+
+def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with their contents as parts: texts, and a picture for each `<image>`."""
+    return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    texts = content.split(IMAGE)
+    parts: list[dict[str, str]] = [{"type": "text", "text": texts[0]}]
+    for text in texts[1:]:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def make_messages(

@@ -19,7 +19,7 @@ from eval.problems.options import NUM_DECIDING, decide, lists_options, names_opt
 from eval.problems.registry import OWN, SETS
 from eval.problems.rows import CHAT, ProblemSet, Row, Split
 from eval.problems.sets.multiple_choice import CHOICE
-from eval.problems.values import PICTURE, Unusable, text_in
+from eval.problems.values import MEDIA, Unusable, text_in
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def recognize(path: Path, split: Split = "test", given: Layout = NOTHING_GIVEN) 
         schema = schema_of(layout, tuple(rows[0]))
         used, answer = (*layout.columns, *schema.others), layout.answer
         known = replace(OWN, schemas=(schema,), reading=layout.describe())
-    _require_text(path, rows, known)
+    _require_readable(path, rows, known)
     names, parts = unused_besides(rows, used, answer, given.options is not None)
     if names:
         known = replace(known, reading=f"{known.reading}; not used: {', '.join(names)}")
@@ -137,15 +137,15 @@ def first_rows(path: Path, split: Split) -> list[Row]:
     return rows
 
 
-def _require_text(path: Path, rows: Sequence[Row], known: ProblemSet) -> None:
-    """Raise ProblemsError if most of the first rows have pictures."""
+def _require_readable(path: Path, rows: Sequence[Row], known: ProblemSet) -> None:
+    """Raise ProblemsError if most of the first rows have videos or sounds."""
     read = problems_of(path, rows, known.schemas)
-    numbers = [str(number) for number, _, problem in read if str(problem) == PICTURE]
+    numbers = [str(number) for number, _, problem in read if str(problem) == MEDIA]
     if len(numbers) > len(rows) / 2:
         raise ProblemsError(
-            f"{path}: of the first {len(rows)} rows, {len(numbers)} have {PICTURE} (rows "
+            f"{path}: of the first {len(rows)} rows, {len(numbers)} have {MEDIA} (rows "
             f"{', '.join(numbers[:5])}{', ...' if numbers[5:] else ''}): remove these rows, or use "
-            "a set of texts"
+            "another set"
         )
 
 

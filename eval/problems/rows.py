@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
+from eval.problems.prompts import IMAGE
 from eval.problems.values import (
-    PICTURE,
+    MEDIA,
     Unusable,
     chat_of,
+    images_in,
+    images_in_chat,
     is_missing,
-    require_no_picture,
+    num_places,
     text_in,
 )
 
 Row = Mapping[str, Any]
-PICTURES = ("images", "image", "videos", "video", "audios", "audio")  # verl's columns
+IMAGES, OTHER_MEDIA = ("images", "image"), ("videos", "video", "audios", "audio")  # verl's columns
 IDS = ("index", "unique_id", "id", "idx")
 SUBJECTS = ("subject", "subfield", "type", "topic", "category", "subject_name", "名称")
 LEVELS = ("level", "difficulty", "task")
@@ -129,6 +132,23 @@ def problem_of(
     return Problem(identity, text, gold, data_source=text_of(row, "data_source"), **fields)
 
 
+def with_images(problem: Problem, images: Sequence[Any]) -> Problem:
+    """Return the problem with its pictures, and an `<image>` for each of them in its prompt.
+
+    Without any, they come first. Raises Unusable if the prompt has places for another number.
+    """
+    chat = problem.messages or ({"role": "user", "content": problem.text},)
+    places = sum(num_places(message["content"]) for message in chat)
+    if places not in (0, len(images)):
+        raise Unusable(f"{places} {IMAGE} in its text, but {len(images)} pictures")
+    if not images:
+        return problem
+    text = IMAGE * (len(images) - num_places(problem.text)) + problem.text
+    last = {**chat[-1], "content": IMAGE * (len(images) - places) + chat[-1]["content"]}
+    messages = problem.messages and (*chat[:-1], last)
+    return replace(problem, text=text, messages=messages, images=tuple(images))
+
+
 def _detail(row: Row, *keys: str) -> str | None:
     """Return the first of these values that is a text, else None."""
     for key in keys:
@@ -149,9 +169,8 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         raise Unusable("an empty prompt or one that is not chat messages")
     if messages[-1]["role"] == "assistant":
         raise Unusable("a prompt that ends with an answer of the assistant")
-    if any(not is_missing(row.get(name)) for name in PICTURES):
-        raise Unusable(PICTURE)
-    require_no_picture(messages[-1]["content"])
+    if any(not is_missing(row.get(name)) for name in OTHER_MEDIA):
+        raise Unusable(MEDIA)
     model = row["reward_model"]
     gold = needed(
         text_of(model if isinstance(model, Mapping) else None, "ground_truth"),
@@ -168,7 +187,7 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         )
     if info and info.get("choices") and type(model.get("ground_truth")) is int:
         info = {**info, INTEGER_ANSWER: True}
-    return problem_of(
+    problem = problem_of(
         row,
         text_of(row, "problem") or bare(messages[-1]["content"]),
         gold,
@@ -180,6 +199,7 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         template=text_of(row, "template"),
         grader=text_of(row, "grader"),
     )
+    return with_images(problem, images_in(row, IMAGES) or images_in_chat(row["prompt"]))
 
 
 def read_solved(row: Row) -> Problem:
@@ -193,7 +213,7 @@ def read_solved(row: Row) -> Problem:
 CHAT = Schema(
     ("data_source", "prompt", "reward_model"),
     read_chat,
-    ("extra_info", "problem", "dataset", "weight", "template", "grader", *PICTURES),
+    ("extra_info", "problem", "dataset", "weight", "template", "grader", *IMAGES, *OTHER_MEDIA),
 )
 # What `dapo prepare-data` writes: the same with each row's set, template and grader.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)

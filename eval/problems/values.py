@@ -7,14 +7,15 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from eval.problems.prompts import Message
+from eval.problems.prompts import IMAGE, Message
 
-PICTURE = "a picture, although training and evaluation read text only"
-_PICTURES = re.compile(r"<(?:image|video|audio)(?:_\d+)?>|<\|(?:image|video|vision)_\w+\|>")
+MEDIA = "a video or a sound, although only texts and pictures are read"
+_MEDIA = re.compile(r"<(?:video|audio)(?:_\d+)?>|<\|video_\w+\|>")
+_FOREIGN = re.compile(r"<image_\d+>|<\|(?:image|vision)_\w+\|>")
 _TEXT_KEYS = ("ground_truth", "answer", "text", "content", "value")
 _ABOUT_TEXT = {"style", "type", "format", "role", "lang", "language", "answer_start"}
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -86,16 +87,27 @@ def is_missing(value: Any) -> bool:
     return value is None or is_nan or (isinstance(value, str) and not value.strip())
 
 
-def require_no_picture(text: str) -> None:
-    """Raise Unusable if a text has a placeholder for a picture."""
-    if _PICTURES.search(text):
-        raise Unusable(PICTURE)
+def num_places(text: str) -> int:
+    """Return how many pictures a text has places for. Raises Unusable for other placeholders."""
+    if _MEDIA.search(text):
+        raise Unusable(MEDIA)
+    if found := _FOREIGN.search(text):
+        raise Unusable(f"{found[0]} in its text; write {IMAGE} for a picture")
+    return text.count(IMAGE)
+
+
+def images_in(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """Return the pictures in these columns, each as the row holds it: bytes, a path or a URL."""
+    values = [parsed(row[name]) for name in names if not is_missing(row.get(name))]
+    listed = [one if isinstance(one, list | tuple) else [one] for one in values]
+    return [image for images in listed for image in images]
 
 
 def chat_of(value: Any) -> tuple[Message, ...] | None:
     """Parse a list of {role, content} or {from, value}, or its text. None if it is none.
 
-    A chat that ends blank is none either. Raises Unusable for a content with pictures.
+    A chat that ends blank is none either. A part that is a picture becomes `<image>`. Raises
+    Unusable for other media.
     """
     value = parsed(value)
     if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
@@ -117,7 +129,23 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
 def _content(value: Any) -> str | None:
     """Return the text of a message, or of its parts."""
     if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
-        if any("text" not in part.get("type", "text") for part in value):
-            raise Unusable(PICTURE)
-        value = "".join(str(part.get("text") or "") for part in value)
+        value = "".join(map(_text_of_part, value))
     return value if isinstance(value, str) else None
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    kind = str(part.get("type", "text"))
+    if kind in ("image", "image_url"):
+        return IMAGE
+    if "text" not in kind:
+        raise Unusable(MEDIA)
+    return str(part.get("text") or "")
+
+
+def images_in_chat(value: Any) -> list[Any]:
+    """Return the pictures that a chat holds itself, as `{image: ...}` or `{image_url: {url}}`."""
+    contents = [message.get("content") for message in parsed(value)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    held = [part.get("image_url", part.get("image")) for part in parts if isinstance(part, Mapping)]
+    urls = [one.get("url", one) if isinstance(one, Mapping) else one for one in held]
+    return [one for one in urls if not is_missing(one)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from interop import ForeignConfigError
 from interop.render import mindspeed, verl
 from interop.render.launch import Launch, Places
 
@@ -50,6 +51,11 @@ def write_rows(prepared: Path, path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if "images" in pq.read_schema(prepared).names:
+        raise ForeignConfigError(
+            f"{prepared} has pictures, which are not written for other trainers; set "
+            "external.train_rows and external.held_out_rows to files in verl's own schema"
+        )
     shares = pq.read_table(prepared, columns=["dataset", "weight"])
     table = pq.read_table(prepared, columns=list(COLUMNS)).take(
         pa.array(_numbers(shares.to_pydict()))

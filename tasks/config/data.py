@@ -126,6 +126,11 @@ class DataConfig(PromptsConfig):
     max_refused_ratio: float = key(
         0.01, "Maximum share of unusable training rows; more is an error.", ge=0, lt=1
     )
+    image_max_pixels: int | None = key(
+        None,
+        "Pictures with more pixels are scaled down, once, before training and engines see them.",
+        ge=1024,
+    )
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 
     @field_validator("train", "eval", mode="before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from eval.report.pages import render
 from tasks.data.contamination import MIN_OVERLAP, RUN_WORDS, Hit, Mode
 
 if TYPE_CHECKING:
+    from tasks.data.pictures import PictureStore
     from tasks.data.reading import SetCount
     from tasks.data.sources import Source
 
@@ -29,7 +31,7 @@ _KINDS = {  # the first full match applies
 _FORMULA = re.compile(r"[\d\\^_=<>{}()\[\]+*/|]|^[A-Za-z]$")
 
 
-def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
+def set_entry(source: Source, count: SetCount, pictures: PictureStore) -> dict[str, Any]:
     """The card entry of one set. Rows read are refused (unusable), removed, or kept."""
 
     def by_reason(counts: Mapping[str, int]) -> dict[str, Any]:
@@ -51,6 +53,20 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
         "removed": by_reason(count.removed),
         "kept": count.kept,
         "answers": dict(count.answers.most_common()),
+        **({"pictures": _pictures(count, pictures)} if count.images else {}),
+    }
+
+
+def _pictures(count: SetCount, pictures: PictureStore) -> dict[str, Any]:
+    """The pictures of a set that are stored: how many, and the sizes of some."""
+    found = {name: pictures.sizes[name] for name in count.images if name in pictures.sizes}
+    sizes = sorted(found.values(), key=math.prod) or [(0, 0)]
+    return {
+        "distinct": len(found),
+        "scaled": len(pictures.scaled & found.keys()),
+        "smallest": sizes[0],
+        "median": sizes[len(sizes) // 2],
+        "largest": sizes[-1],
     }
 
 

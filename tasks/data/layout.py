@@ -2,8 +2,10 @@
 
 TRAIN_FILE = "train.parquet"
 EVAL_FILE = "eval.parquet"
+BENCHMARKS = "benchmarks"
+IMAGES = "images"  # pictures by the sha256 of their content
 
 
 def benchmark_file(name: str) -> str:
     """The file of a benchmark of evaluate.benchmarks."""
-    return f"benchmarks/{name}.parquet"
+    return f"{BENCHMARKS}/{name}.parquet"

@@ -20,7 +20,8 @@ from eval.problems.rows import read_chat
 from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.data.layout import BENCHMARKS, EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.data.pictures import PictureStore
 from tasks.data.reading import (
     CONTRADICTED,
     HELD_OUT,
@@ -54,14 +55,17 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     Memory use is bounded by the held-out sets, a digest per training problem and one batch of rows.
     Raises DataError or ProblemsError for unusable rows, and whatever require_scorers raises.
     """
+    pictures = PictureStore(folder, config.data.image_max_pixels)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         evaluated = {
-            name: write_held_out(config, sources, Path(work) / name)
+            name: write_held_out(config, sources, Path(work) / name, pictures)
             for name, sources in held_out_files(config).items()
         }
         held_out = read_prepared([Path(work) / name for name in evaluated])
-        trained, hits = write_training(config, Path(work) / TRAIN_FILE, held_out)
-        sets = [set_entry(*one) for one in itertools.chain(trained, *evaluated.values())]
+        trained, hits = write_training(config, Path(work) / TRAIN_FILE, held_out, pictures)
+        pictures.keep(images_of([Path(work) / name for name in (TRAIN_FILE, *evaluated)]))
+        counted = itertools.chain(trained, *evaluated.values())
+        sets = [set_entry(source, count, pictures) for source, count in counted]
         write_card(make_card(sets, hits, config.data.contamination), folder)
         for name in (TRAIN_FILE, *evaluated):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -80,10 +84,11 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 def read_prepared(files: Sequence[Path]) -> dict[str, list[Problem]]:
     """The distinct problems of prepared held-out files by set; a benchmark may be in several."""
-    found: dict[str, dict[str, Problem]] = {}
+    found: dict[str, dict[tuple[str, ...], Problem]] = {}
     for file in files:
         for problem in read_held_out(file).problems:
-            found.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
+            asked = (problem.text, *_digests(problem.images))
+            found.setdefault(problem.dataset, {}).setdefault(asked, problem)
     return {name: list(problems.values()) for name, problems in found.items()}
 
 
@@ -95,7 +100,9 @@ def held_out_files(config: ChainConfig) -> dict[str, list[Source]]:
     return {EVAL_FILE: eval_sources(config), **benchmarks}
 
 
-def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -> list[Counted]:
+def write_held_out(
+    config: ChainConfig, sources: Sequence[Source], path: Path, pictures: PictureStore
+) -> list[Counted]:
     """Write all rows of the given evaluation sets to one file."""
     counts, rows = list[Counted](), list[Row]()
     path.parent.mkdir(exist_ok=True)
@@ -104,7 +111,11 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
     for source in sources:
         count = SetCount(source.name)
         counts.append((source, count))
-        found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]
+        usable = iterate_source(config, source, count, pictures)
+        found = [to_row(source, *pair) for pair in usable]
+        for row in found:
+            if path.parent.name == BENCHMARKS and "images" in row:
+                row["images"] = [f"../{name}" for name in row["images"]]
         count.answers.update(answer_kind(row["reward_model"]["ground_truth"]) for row in found)
         count.require_usable(
             0.0, "Evaluation sets must be complete: correct the rows or data.columns."
@@ -122,7 +133,10 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
 
 
 def write_training(
-    config: ChainConfig, path: Path, held_out: Mapping[str, Sequence[Problem]]
+    config: ChainConfig,
+    path: Path,
+    held_out: Mapping[str, Sequence[Problem]],
+    pictures: PictureStore,
 ) -> tuple[list[Counted], list[Hit]]:
     """Write the usable, distinct problems of data.train; returns counts and contamination hits."""
     counts, seen, data_sources, ends = list[Counted](), Seen(), set[str](), list[int]()
@@ -131,7 +145,7 @@ def write_training(
         for source in train_sources(config):
             source, count = here(config, source), SetCount(source.name)
             counts.append((source, count))
-            for problem, row in iterate_source(config, source, count):
+            for problem, row in iterate_source(config, source, count, pictures):
                 if (reason := seen.add(problem, len(owners))) is not None:
                     count.remove(reason, f"{problem.id}: {problem.text}")
                     continue
@@ -181,6 +195,7 @@ def _find_held_out(
         if source.is_generated:
             sets.pop(ARITHMETIC, None)  # disjoint by construction
         found = find_hits(count.name, texts, sets) if sets and end > first else []
+        found = _with_equal_pictures(found, spool, first, sets)
         rows, warning = rows_to_drop(found, end - first, config.data.contamination)
         dropped = {first + row for row in rows}
         if warning:
@@ -191,6 +206,26 @@ def _find_held_out(
         hits += found
         left_out |= dropped
     return hits, left_out
+
+
+def _with_equal_pictures(
+    hits: Sequence[Hit], spool: IO[str], first: int, sets: Mapping[str, Sequence[Problem]]
+) -> list[Hit]:
+    """The hits whose problems have the same pictures; `first` is the set's first row."""
+    rows = {first + hit.row for hit in hits}
+    end = max(rows, default=first - 1) + 1
+    reread = _reread(spool, first, end)
+    shown = {number: row.get("images") for number, row in reread if number in rows}
+    asked = {(name, one.id): one.images for name, problems in sets.items() for one in problems}
+    return [
+        hit
+        for hit in hits
+        if _digests(shown[first + hit.row]) == _digests(asked[hit.evaluation_set, hit.item])
+    ]
+
+
+def _digests(images: Sequence[str] | None) -> list[str]:
+    return [Path(name).stem for name in images or ()]
 
 
 def describe(counts: list[SetCount]) -> str:
@@ -210,8 +245,9 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
 
     schemas: list[Any] = []
     for batch in batches:
+        names = {name: None for row in batch for name in row}
         try:
-            schema = pa.Table.from_pylist(batch).schema
+            schema = pa.Table.from_pylist([{**names, **row} for row in batch]).schema
             schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         except pa.ArrowException as error:
             raise DataError(
@@ -229,6 +265,18 @@ def write_rows(batches: Iterator[list[Row]], schema: Any, path: Path) -> None:
     with pq.ParquetWriter(path, schema) as writer:
         for batch in batches:
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+
+
+def images_of(files: Sequence[Path]) -> set[str]:
+    """The names of all pictures in prepared files."""
+    import pyarrow.parquet as pq
+
+    found = set[str]()
+    for file in files:
+        for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
+            if "images" in batch.schema.names:
+                found |= {name for names in batch["images"].to_pylist() for name in names or ()}
+    return {name.removeprefix("../") for name in found}
 
 
 def _reread(spool: IO[str], first: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:

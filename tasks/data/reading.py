@@ -19,6 +19,7 @@ from eval.problems.files import iterate_problems
 from eval.problems.items import Problem
 from eval.problems.rows import QUESTION, Row, Unusable, read_chat
 from tasks.config import ChainConfig
+from tasks.data.pictures import PictureStore
 from tasks.data.sources import Source, eval_sources, train_sources
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ class SetCount:
     removed: Counter[str] = field(default_factory=Counter)  # usable but left out, by reason
     examples: dict[str, list[str]] = field(default_factory=dict)  # by reason: `row 7: ...`
     answers: Counter[str] = field(default_factory=Counter)  # kept rows by kind of answer
+    images: Counter[str] = field(default_factory=Counter)  # usable rows by picture
 
     def refuse(self, number: int, reason: str, row: Row) -> None:
         """Count an unusable row."""
         self.refused[reason] += 1
-        self.show(reason, f"row {number}: {json.dumps(dict(row), ensure_ascii=False, default=str)}")
+        shown = json.dumps(dict(row), ensure_ascii=False, default=_shown)
+        self.show(reason, f"row {number}: {shown}")
 
     def remove(self, reason: str, example: str) -> None:
         """Count a usable row that is left out."""
@@ -78,10 +81,17 @@ class SetCount:
             )
 
 
+def _shown(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+
+
 def iterate_source(
-    config: ChainConfig, source: Source, count: SetCount
+    config: ChainConfig, source: Source, count: SetCount, pictures: PictureStore | None = None
 ) -> Iterator[tuple[Problem, Row]]:
-    """Yield the usable problems of a set `here` with their rows, in order. Raises ProblemsError."""
+    """Yield the usable problems of a set `here` with their rows, in order. Raises ProblemsError.
+
+    Their pictures become names in `pictures`; without it, they stay as rows hold them.
+    """
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
         rows = (
@@ -99,6 +109,10 @@ def iterate_source(
                 f"uses; it has {', '.join(sorted(row))}"
             )
         count.read += 1
+        if pictures is not None and isinstance(problem, Problem) and problem.images:
+            problem = pictures.stored(problem, source.path)
+            if isinstance(problem, Problem):
+                count.images.update({*problem.images})
         if isinstance(problem, Unusable):
             count.refuse(number, str(problem), row)
         else:
@@ -156,6 +170,7 @@ def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
         "weight": source.weight,
         "template": source.prompt_format.template_of(problem),
         "grader": source.known.grader,
+        **({"images": list(problem.images)} if problem.images else {}),
     }
 
 
@@ -175,7 +190,7 @@ class Seen:
             if message["role"] != "system"
         ]
         key = hashlib.blake2b(
-            "\0".join([*history, problem.text.strip()]).encode(), digest_size=16
+            "\0".join([*history, problem.text.strip(), *problem.images]).encode(), digest_size=16
         ).digest()
         answer = hashlib.blake2b(problem.gold.strip().encode(), digest_size=8).digest()
         first, first_answer = self._first.setdefault(key, (number, answer))

@@ -24,6 +24,7 @@ from tasks.artifacts.references import log_earlier, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig, SetConfig
+from tasks.data.pictures import picture_files
 from tasks.data.prompt_format import PromptFormat, find_format
 
 ARITHMETIC = "arithmetic"
@@ -80,7 +81,11 @@ class Source:
     def content(self) -> str:
         """The files' digest, "" if generated. Raises ConfigError, ProblemsError, DownloadError."""
         if self.path is not None:
-            return files_digest(self.key, self.path, self.split)
+            digest = files_digest(self.key, self.path, self.split)
+            if pictures := picture_files(self.path, self.split):
+                listed = [(str(file), sha256_of(file)) for file in pictures]
+                digest = hashlib.sha256(repr([digest, *listed]).encode()).hexdigest()
+            return digest
         return "" if self.reference is None else str(self.snapshot().commit)
 
     def snapshot(self) -> Snapshot:

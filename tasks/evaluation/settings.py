@@ -72,6 +72,7 @@ def load_sets(
     own = None if problems is None or name is not None else _own_set(config, Path(problems))
     if not settings.benchmarks and own is None:
         return {"": set_of(settings, problems, name)}
+    from tasks.data.pictures import PictureStore
     from tasks.data.prepare import write_held_out  # imports pyarrow
     from tasks.data.sources import benchmark_sources, eval_sources
 
@@ -79,13 +80,14 @@ def load_sets(
         asked = config.data.model_copy(update={"eval": (own,)})
         with tempfile.TemporaryDirectory() as work:
             file = Path(work) / f"{Path(own.set).stem}.parquet"
-            write_held_out(config, eval_sources(config.model_copy(update={"data": asked})), file)
+            sources = eval_sources(config.model_copy(update={"data": asked}))
+            write_held_out(config, sources, file, PictureStore(Path(work)))
             return {"": set_of(settings, file)}
     found = {}
     with tempfile.TemporaryDirectory() as work:
         for name, source in benchmark_sources(config).items():
             file = Path(work) / benchmark_file(name)
-            write_held_out(config, [source.here(default_cache())], file)
+            write_held_out(config, [source.here(default_cache())], file, PictureStore(Path(work)))
             found[name] = set_of(settings.of(settings.named[name]), file)
     return found
 

@@ -14,6 +14,7 @@ from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.data.pictures import PictureStore
 from tasks.data.prepare import held_out_files, read_prepared, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
@@ -65,11 +66,11 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
             with findings.catching("training set"):
                 inputs.problems = [*inputs.problems, *read_source(config, source, most)]
     with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
-        written = []
+        written, pictures = [], PictureStore(Path(folder))
         for name, held_out in held_out_files(config).items():
             if all(source.path or source.is_generated for source in held_out):
                 written.append(Path(folder) / name)
-                write_held_out(config, held_out, written[-1])
+                write_held_out(config, held_out, written[-1], pictures)
         _read_evaluated(inputs, config, Path(folder))
         inputs.held_out = read_prepared(written)
     return inputs

@@ -19,6 +19,7 @@ import httpx
 
 from dapo_core.config.compat import Compat
 from dapo_core.draw.account import TokenAccount, has_signal
+from dapo_core.draw.encoding import PromptEncoder
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.report import cause_of
 from dapo_core.draw.rollout import RolloutWorker
@@ -78,6 +79,7 @@ def check_sampling(
     """
     if config.train.backend != "own":  # the other trainer's engine runs in its own environment
         return
+    problems = [one for one in problems if not one.images]  # files are not prepared yet
     chosen = list(problems[:: max(len(problems) // NUM_PROMPTS, 1)][:NUM_PROMPTS])
     sample = _sample_here if config.train.ray_address is None else _sample_on_node
     trial = f"{config.rollout.engine} samples {len(chosen) or 1} x {NUM_SAMPLES} responses"
@@ -183,9 +185,8 @@ def _sample(model: Path, config: ChainConfig, problems: Sequence[Problem]) -> li
     device = device_for(config.train.device)
     config = with_model_dtypes(with_model_sampling(config, model), model)
     tokenizer = load_tokenizer(model, config.model.trust_remote_code, config.model.chat_template)
-    prompts = tokenize_prompts(
-        problems, tokenizer, sys.maxsize, config.rollout.chat_template_kwargs
-    )
+    encoder = PromptEncoder(tokenizer, model, Path(), config.rollout.chat_template_kwargs)
+    prompts = tokenize_prompts(problems, encoder, sys.maxsize)
     fitting = [one for one in prompts if len(one.input.token_ids) <= config.data.max_prompt_tokens]
     build = partial(
         build_engine,

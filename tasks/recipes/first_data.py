@@ -131,6 +131,12 @@ def data_sets(
     written = {"train": rows} if count.refused else {}
     if held_out is None:
         written = _split(train, rows)
+    if written and any(problem.images for _, problem, _ in kept):
+        raise ConfigError(
+            f"{train} has pictures and {'unusable rows' if count.refused else 'no held-out set'}, "
+            "and files with pictures are not written here: correct the rows, and name a held-out "
+            "set with --eval"
+        )
     for name, part in written.items():
         file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
@@ -177,7 +183,7 @@ def _contradicted(found: Sequence[Found]) -> set[int]:
     """The numbers of rows with the same problem and different gold answers."""
     by_problem: dict[str, list[tuple[int, str]]] = {}
     for number, problem, _ in found:
-        key = json.dumps(problem.messages or problem.text)
+        key = json.dumps(problem.messages or problem.text) + repr(problem.images)
         by_problem.setdefault(key, []).append((number, problem.gold))
     unequal = (same for same in by_problem.values() if len({gold for _, gold in same}) > 1)
     return {number for same in unequal for number, _ in same}

@@ -18,6 +18,7 @@ from eval.report.compare import compare
 from eval.report.report import make_report, render_markdown
 from eval.results.rows import read_rows
 from flows.config import load_config_or_defaults
+from tasks.data.pictures import PictureStore
 from tasks.data.prepare import write_held_out
 from tasks.data.sources import eval_sources
 from tests.evaluations import evaluate
@@ -137,8 +138,9 @@ def test_the_answers_of_a_set_are_read_in_one_way(
     assert golds_of(path) == golds
     config = load_config_or_defaults(None, [f"data.eval={path}"])
     # keeps integers apart from texts
-    write_held_out(config, eval_sources(config), tmp_path / "prepared.parquet")
-    assert golds_of(tmp_path / "prepared.parquet") == golds
+    prepared, pictures = tmp_path / "prepared.parquet", PictureStore(tmp_path)
+    write_held_out(config, eval_sources(config), prepared, pictures)
+    assert golds_of(prepared) == golds
 
 
 def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) -> None:

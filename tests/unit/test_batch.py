@@ -17,7 +17,7 @@ from dapo_core.draw.groups import Group, Rollout
 from dapo_core.draw.prompts import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
-from dapo_core.model.inputs import ModelInput
+from dapo_core.model.inputs import ImageReference, ModelInput
 from tests.batches import UNSCORED, make_group, random_batch
 from tests.plain import plain
 
@@ -223,3 +223,19 @@ def test_an_empty_micro_batch_is_a_masked_row() -> None:
     assert share.micro_batch(0).response_mask.any()
     empty = share.micro_batch(1)
     assert (empty.num_responses, empty.response_mask.any()) == (1, False)
+
+
+def test_pictures_stay_with_their_rows_and_the_probe_shows_one() -> None:
+    """Without a picture, the probe could not see an engine that keeps the features of old ones."""
+    image = ImageReference("a.png", (1, 2, 4), first=0, num_tokens=2)
+    text, pictured = make_group([1.0, -1.0], 0), make_group([1.0, -1.0], 1)
+    assert build_batch([text], mask_truncated=False).images is None
+    prompt = replace(pictured.prompt, input=replace(pictured.prompt.input, images=(image,)))
+    batch = build_batch([text, replace(pictured, prompt=prompt)], mask_truncated=False)
+    assert batch.images == [(), (), (image,), (image,)]
+    assert batch.select([3, 0]).images == [(image,), ()]
+    assert batch.probe.images == [(image,)]
+    assert batch.probe.token_ids.tolist() == batch.select([2]).token_ids.tolist()
+    shares, _ = split_batch(batch, num_data_ranks=2, max_tokens=100)
+    held = [len(images) for share in shares for images in share.batch.images or ()]
+    assert sorted(held) == [0, 0, 1, 1]

@@ -16,6 +16,7 @@ from eval.report.report import Provenance, make_report, render_html, render_mark
 from tasks.config.data import SetConfig
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
+from tasks.data.pictures import PictureStore
 from tasks.data.prompt_format import PromptFormat
 from tasks.data.reading import MAX_EXAMPLES, SetCount
 from tasks.data.sources import Source
@@ -47,7 +48,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
     for row in range(3):
         count.remove("the same problem again", f"{row}: What is 1 + 1?")
     count.answers.update({"fraction": 10, "whole number": 80})
-    return set_entry(source, count)
+    return set_entry(source, count, PictureStore(Path()))
 
 
 def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_mixture_reaches_the_prompt_stream_and_metrics(tmp_path: Path) -> None
         0.5,
         0.0,
     )
-    asked = held_out_prompts(folder / "eval.parquet", tokenizer, config)
+    asked = held_out_prompts(folder / "eval.parquet", folder, tokenizer, config)
     assert [prompt.dataset for prompt in asked] == ["x.json", "y.json"]
     items = load_set(folder / "eval.parquet").items
     assert [(item.id, item.subject) for item in items] == [

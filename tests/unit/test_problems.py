@@ -394,7 +394,7 @@ def test_preparation_validation_and_evaluation_agree_on_every_format(
     assert load_set(folder / "eval.parquet") == load_set(held_out, name)
     [item] = load_set(folder / "eval.parquet", name).items
     tokenizer = tiny_tokenizer()
-    [prompt] = held_out_prompts(folder / "eval.parquet", tokenizer, config)
+    [prompt] = held_out_prompts(folder / "eval.parquet", folder, tokenizer, config)
     assert prompt.ground_truth == item.gold == gold
     asked = tokenizer.apply_chat_template(
         [dict(m) for m in item.prompt], add_generation_prompt=True, tokenize=False

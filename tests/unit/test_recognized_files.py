@@ -314,31 +314,41 @@ def test_decimals_and_floats_of_parquet_are_texts(tmp_path: Path) -> None:
     assert [item.gold for item in load_set(tmp_path / "my.parquet").items] == ["5", "2.5"]
 
 
+GOLD = {"reward_model": {"ground_truth": "1"}}
 PICTURES: list[dict[str, Any]] = [
     {"question": "What?", "Image": "a.png", "answer": "1"},
+    {"problem": "<image>What?", "images": [{"bytes": "x", "path": None}], "answer": "1"},
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}], "answer": "1"},
+    {"data_source": "x", "prompt": [USER], "images": ["a"], **GOLD},
+]
+PLACES: list[dict[str, Any]] = [
     {"problem": "<image>What?", "answer": "1"},
-    {"problem": "What?", "images": [{"bytes": "x", "path": None}], "answer": "1"},
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},
-    {"data_source": "x", "prompt": [USER], "images": ["a"], "reward_model": {"ground_truth": "1"}},
-    {
-        "data_source": "x",
-        "prompt": [{**USER, "content": "<image> ?"}],
-        "reward_model": {"ground_truth": "1"},
-    },
+    {"data_source": "x", "prompt": [{**USER, "content": "<image> ?"}], **GOLD},
+]
+VIDEOS: list[dict[str, Any]] = [
+    {"question": "What?", "Video": "a.mp4", "answer": "1"},
+    {"problem": "<video>What?", "answer": "1"},
+    {"messages": [{"role": "user", "content": [{"type": "audio"}]}], "answer": "1"},
+    {"data_source": "x", "prompt": [USER], "videos": ["a"], **GOLD},
 ]
 
 
-@pytest.mark.parametrize("row", PICTURES, ids=[", ".join(row) for row in PICTURES])
-def test_rows_with_pictures_are_refused_by_number(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(
-        ProblemsError, match=r"of the first 3 rows, 3 have a picture.*\(rows 0, 1, 2\)"
-    ):
-        load_set(written(tmp_path / "all.jsonl", [row] * 3))
-    if row.keys() != {"problem", "answer"}:
-        return
-    others = [{"problem": f"{n}?", "answer": "1"} for n in range(3)]
-    with pytest.raises(ProblemsError, match=r"1 with a picture, although .* text only \(rows 3\)"):
-        load_set(written(tmp_path / "one.jsonl", [*others, row]))
+@pytest.mark.parametrize(
+    ("rows", "refusal"),
+    [
+        (PICTURES, "1 of 1 problems have pictures, which an evaluation does not send"),
+        (PLACES, r"3 with 1 <image> in its text, but 0 pictures \(rows 0, 1, 2\)"),
+        (VIDEOS, r"of the first 3 rows, 3 have a video or a sound.*\(rows 0, 1, 2\)"),
+    ],
+    ids=["pictures", "places", "videos"],
+)
+def test_rows_with_media_are_refused_with_their_number(
+    tmp_path: Path, rows: list[dict[str, Any]], refusal: str
+) -> None:
+    for number, row in enumerate(rows):
+        with pytest.raises(ProblemsError, match=refusal):
+            load_set(written(tmp_path / f"{number}.jsonl", [row] * 3))
 
 
 LETTERED = [

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dapo_core.config.training import PromptsConfig
 from dapo_core.draw import tokenizing
+from dapo_core.draw.encoding import NO_ARGUMENTS, PromptEncoder
 from dapo_core.draw.prompts import Prompt, PromptStream, TokenizedPrompts, TooLong
 from dapo_core.draw.tokenizing import (
     LENGTHS_FILE,
@@ -61,6 +62,16 @@ def _problem(content: str = "What is 1 + 1?") -> Problem:
     )
 
 
+def _tokenized(
+    problems: list[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
+) -> list[Prompt]:
+    encoder = PromptEncoder(tokenizer, Path(), Path(), template_kwargs)
+    return tokenize_prompts(problems, encoder, max_prompt_tokens)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return tiny_tokenizer()
@@ -94,9 +105,8 @@ def test_prompts_go_through_the_chat_template_with_their_extra_info(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     info = {"index": 7, "split": "train", "answers": [1.5, None], "more": {"level": 3}}
-    prompt, without = tokenize_prompts(
-        [replace(_problem(), extra_info=info), _problem()], tokenizer, 100
-    )
+    problems = [replace(_problem(), extra_info=info), _problem()]
+    prompt, without = _tokenized(problems, tokenizer, 100)
     assert (
         tokenizer.decode(list(prompt.input.token_ids))
         == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
@@ -104,24 +114,22 @@ def test_prompts_go_through_the_chat_template_with_their_extra_info(
     assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
     assert (prompt.extra_info, without.extra_info) == (info, {})
     assert PromptStream([prompt], 0, False).digest != PromptStream([without], 0, False).digest
-    assert tokenize_prompts([], tokenizer, 100) == []
+    assert _tokenized([], tokenizer, 100) == []
 
 
 def test_too_long_held_out_prompts_are_refused_with_their_count(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     problems = [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
-    lengths = [
-        len(prompt.input.token_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)
-    ]
+    lengths = [len(prompt.input.token_ids) for prompt in _tokenized(problems, tokenizer, 10_000)]
     assert lengths == sorted(lengths)
     # the limit itself is allowed
-    assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
+    assert len(_tokenized(problems, tokenizer, lengths[2])) == 3
     expected = (
         rf"2 of 3 .* data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tok.*data\.eval$"
     )
     with pytest.raises(DataError, match=expected):
-        tokenize_prompts(problems, tokenizer, lengths[0])
+        _tokenized(problems, tokenizer, lengths[0])
 
 
 @pytest.mark.slow
@@ -132,7 +140,7 @@ def test_a_file_is_tokenized_row_by_row(
     assert (len(prompts), prompts.data_sources) == (NUM_ROWS, ["choice", "math_dapo"])
     for number in (0, 999, 1000, 2499, -1):
         row = row_of(number % NUM_ROWS, 1 + number % NUM_ROWS % 7)
-        alone = tokenize_prompts([_problem(row["prompt"][0]["content"])], tokenizer, 1000)[0]
+        alone = _tokenized([_problem(row["prompt"][0]["content"])], tokenizer, 1000)[0]
         assert prompts[number] == Prompt(
             number % NUM_ROWS,
             alone.input,
@@ -168,7 +176,7 @@ def test_chat_template_arguments_change_tokens_and_cache_key(
     assert off[5].input.token_ids == (*plain[5].input.token_ids, *said)
     assert on[5].input.token_ids == plain[5].input.token_ids
     assert off.digest != plain.digest == on.digest
-    (held_out,) = tokenize_prompts([_problem()], thinking, 100, {"enable_thinking": False})
+    (held_out,) = _tokenized([_problem()], thinking, 100, {"enable_thinking": False})
     assert held_out.input.token_ids[-len(said) :] == tuple(said)
     with pytest.raises(
         ConfigError,
