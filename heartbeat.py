@@ -13,6 +13,7 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 SECONDS = 7.0  # of silence; an operation speaks after a quarter of it at the earliest
+MAX_CHARS = 200  # of a description, which may quote a long line
 
 _Operation = tuple[Callable[[], str], float]  # its description, and when it began
 _operations: contextvars.ContextVar[list[_Operation] | None] = contextvars.ContextVar(
@@ -66,5 +67,8 @@ def _beat(operations: list[_Operation], ended: threading.Event) -> None:
         describe, began = operations[-1]
         now = time.monotonic()
         if now >= max(_last_line + SECONDS, began + SECONDS / 4):
-            logger.info("%s (%.0f s so far)", describe(), now - began)
+            text = describe()
+            if len(text) > MAX_CHARS:
+                text = f"{text[:MAX_CHARS]} ..."
+            logger.info("%s (%.0f s so far)", text, now - began)
             line_shown()

@@ -81,7 +81,8 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
         bar.update(task, completed=done, total=total)
 
     def describe() -> str:
-        return f"{label}: {decimal(reached[0])} of {decimal(reached[1])}"
+        done, total = map(decimal, reached)
+        return f"{label}: {done} of {total}" if reached[1] else f"{label}: preparing"
 
     with heartbeat(describe) if bar.disable else bar:
         yield on_progress

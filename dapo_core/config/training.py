@@ -339,6 +339,12 @@ class TrainingConfig(Section):
                 "are in host memory then, and adapters are merged on the device; set "
                 "rollout.lora=adapter"
             )
+        elif rank and not is_merged and train.device == "cpu" and rollout.pipeline_parallel > 1:
+            fault = (
+                f"train.lora with rollout.pipeline_parallel={rollout.pipeline_parallel} fails on a "
+                "CPU, where vLLM runs adapters without the warm-up that stages need; set "
+                "rollout.pipeline_parallel=1"
+            )
         elif rank and self.algorithm.kl.refresh_every:
             fault = (
                 f"algorithm.kl.refresh_every={self.algorithm.kl.refresh_every} copies the policy "

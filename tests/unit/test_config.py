@@ -272,6 +272,10 @@ def test_model_references_are_validated() -> None:
             )
         ),
         (
+            ["train.lora.rank=4", "rollout.pipeline_parallel=2"],
+            r"train\.lora with rollout\.pipeline_parallel=2 fails on a CPU",
+        ),
+        (
             ["train.lora.rank=4", "algorithm.kl.place=loss", "algorithm.kl.refresh_every=9"],
             r"reference is the policy without its adapters; set algorithm\.kl\.refresh_every=0",
         ),

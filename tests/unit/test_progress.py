@@ -123,8 +123,12 @@ def test_without_a_terminal_long_work_is_logged_by_time_alone(
     assert caplog.messages == []  # it took less than 10 s
     monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
     with bytes_progress("merge") as on_progress:
+        wait_until(lambda: "merge: preparing (0 s so far)" in caplog.messages, "a line")
         on_progress(1, 1000)
         wait_until(lambda: "merge: 1 byte of 1.0 kB (0 s so far)" in caplog.messages, "a line")
+    with heartbeat.heartbeat(lambda: "a line of a server " * 300):
+        wait_until(lambda: caplog.messages[-1].startswith("a line of"), "a line")
+    assert len(caplog.messages[-1]) < 250
     timer = PhaseTimer("training step 3")
     with timer.phase("weight_sync"):
         wait_until(lambda: "training step 3: weight_sync (0 s so far)" in caplog.messages, "a line")
