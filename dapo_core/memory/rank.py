@@ -86,6 +86,10 @@ class _Rank:
         if self.has_adapters:
             self.frozen = self.trained
             self.trained = [-(-shape.adapter_parameters(train.lora) // self.num_shards)]
+        self.frozen_tower: list[int] = []
+        if "vision" in train.freeze and not self.has_adapters:
+            self.frozen_tower = shape.tower_shards(self.num_shards)
+            self.trained = shape.language_shards(self.num_shards, train.expert_parallel)
         has_copy = not self.has_adapters or config.algorithm.kl.reference_path is not None
         self.has_reference = config.algorithm.kl.place != "off" and has_copy
         longest = longest_sequence(config)
@@ -108,12 +112,14 @@ class _Rank:
         trained = sum(self.trained)
         pinned_trained = sum(_pinned(MASTER * number) for number in self.trained)
         return RankMemory(
-            weights=item * sum(self.frozen) + MASTER * trained,
+            weights=item * sum(self.frozen) + MASTER * (trained + sum(self.frozen_tower)),
             gradients=GRADIENT * trained,
             optimizer=MOMENTS * trained,
             optimizer_step=self._optimizer_step(),
             reference=item * shard if self.has_reference else 0,
-            pinned=pinned_trained + sum(_pinned(item * number) for number in self.frozen),
+            pinned=pinned_trained
+            + sum(_pinned(item * number) for number in self.frozen)
+            + sum(_pinned(MASTER * number) for number in self.frozen_tower),
             pinned_trained=pinned_trained,
             forward_weights=scoring[0],
             scoring_activations=scoring[1],
@@ -143,6 +149,7 @@ class _Rank:
                 0,
             ),
             (root + layers - self._layer_buffer(), 4 * stream, logits),
+            (root + layers, self._tower_pass(tokens), 0),
         ]
 
     def _update_moments(self, shard: int) -> list[tuple[int, int, int, int, int]]:
@@ -170,6 +177,7 @@ class _Rank:
         if self.has_adapters:  # weights have no gradients, and those of adapters are small
             has_chunks, head_gradients, root_gradients, layer_gradients = False, 0, 0, 0
         return [
+            (item * root + layers, 0, 0, self._tower_kept(tokens) + self._tower_pass(tokens), 0),
             (first, item * head * has_chunks, 0, outputs, logits * LOGITS_TRAINED),
             (first, head_gradients, 0, outputs, logits * item),
             (item * root + layers, layer_gradients, copied * layer, backward, 0),
@@ -211,11 +219,35 @@ class _Rank:
 
     def _kept(self, tokens: int) -> int:
         """Return the bytes that the forward pass keeps for the backward pass."""
+        tower = self._tower_kept(tokens)
         if self.has_host_inputs:
-            return 2 * self.item * self.shape.hidden * tokens  # one in transfer and one in use
+            return 2 * self.item * self.shape.hidden * tokens + tower  # one in transfer, one in use
         if self.train.gradient_checkpointing:
-            return self._inputs(tokens)
-        return len(self.shape.layers) * tokens * self.layer_bytes()
+            return self._inputs(tokens) + tower
+        return len(self.shape.layers) * tokens * self.layer_bytes() + tower
+
+    def _num_patches(self, tokens: int) -> int:
+        """Return the patches of a row whose prompts are all pictures; ranks share none."""
+        if self.shape.tower is None:
+            return 0
+        prompts = int(tokens * (1 - self.response_share)) * self.train.sequence_parallel
+        return prompts * self.shape.tower.patches_per_token
+
+    def _tower_pass(self, tokens: int) -> int:
+        """Return the bytes of a tower's forward pass: pixels, and the values of one block."""
+        if (tower := self.shape.tower) is None:
+            return 0
+        pixels = (4 + self.item) * tower.patch_values
+        return self._num_patches(tokens) * (pixels + self.item * tower.block_values)
+
+    def _tower_kept(self, tokens: int) -> int:
+        """Return the bytes that a trained tower keeps for its backward pass."""
+        tower = self.shape.tower
+        if tower is None or self.has_adapters or self.frozen_tower:
+            return 0
+        is_recomputed = self.train.gradient_checkpointing
+        kept = tower.hidden if is_recomputed else tower.block_values
+        return self._num_patches(tokens) * self.item * kept * len(tower.blocks)
 
     def _inputs(self, tokens: int) -> int:
         """Return the bytes of all layers' inputs."""

@@ -8,11 +8,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
+from dapo_core.memory.tower import LANGUAGE_MODELS, Shape, TowerShape, tower_of
 
 if TYPE_CHECKING:
     from dapo_core.config.train import LoraConfig
 
-Shape = tuple[int, ...]
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _ATTENTION_BIAS = ("qwen2",)  # has bias on queries, keys and values without a config key
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
@@ -34,7 +34,9 @@ class ModelShape:
     experts_per_token: int
     expert_intermediate: int
     layers: tuple[tuple[Shape, ...], ...]  # tensor shapes of each layer as the policy holds them
-    root: tuple[Shape, ...]  # embedding, last norm and, unless tied, the head
+    # embedding, last norm, unless tied the head, and what of a tower is outside of blocks
+    root: tuple[Shape, ...]
+    tower: TowerShape | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -64,7 +66,15 @@ class ModelShape:
 
     @property
     def _shapes(self) -> list[Shape]:
-        return [*self.root, *(shape for layer in self.layers for shape in layer)]
+        return [*self.root, *(shape for layer in self._units for shape in layer)]
+
+    @property
+    def _units(self) -> tuple[tuple[Shape, ...], ...]:
+        return (*self.layers, *(() if self.tower is None else self.tower.blocks))
+
+    @property
+    def tower_parameters(self) -> int:
+        return 0 if self.tower is None else self.tower.num_parameters
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         """Return the elements of all LoRA adapters: rank x (rows + columns) of each matrix."""
@@ -86,12 +96,18 @@ class ModelShape:
 
         Experts are first divided over `expert_parallel` ranks, then each part over the others.
         """
-        sizes = []
-        for shape in self._shapes:
-            parts = _parts(shape, expert_parallel)
-            rows = -(-(shape[0] // parts) // (num_shards // parts))
-            sizes.append(rows * prod(shape[1:]))
-        return sizes
+        return _shards(self._shapes, num_shards, expert_parallel)
+
+    def tower_shards(self, num_shards: int) -> list[int]:
+        """Return `shards` of the vision tower alone."""
+        return [] if self.tower is None else _shards(self.tower.shapes, num_shards)
+
+    def language_shards(self, num_shards: int, expert_parallel: int = 1) -> list[int]:
+        """Return `shards` without those of the vision tower."""
+        of_tower = 0 if self.tower is None else len(self.tower.root)
+        shapes = [*self.root[: len(self.root) - of_tower]]
+        shapes += [shape for layer in self.layers for shape in layer]
+        return _shards(shapes, num_shards, expert_parallel)
 
     def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
         """Return the elements on an engine device in the largest pipeline stage.
@@ -105,12 +121,22 @@ class ModelShape:
         layer = self.largest_layer // tensor_parallel + keys - split_keys
         matrices = 1 if self.is_tied or pipeline_parallel > 1 else 2
         vocabulary = matrices * self.vocabulary * self.hidden // tensor_parallel
-        return per_stage * layer + vocabulary + self.hidden
+        tower = self.tower_parameters // tensor_parallel  # in the first stage
+        return per_stage * layer + vocabulary + self.hidden + tower
 
     def token_elements(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
         """Return the KV cache elements of one token on an engine device."""
         per_stage = -(-len(self.layers) // pipeline_parallel)
         return 2 * per_stage * self.head_dim * max(self.key_heads // tensor_parallel, 1)
+
+
+def _shards(shapes: Iterable[Shape], num_shards: int, expert_parallel: int = 1) -> list[int]:
+    sizes = []
+    for shape in shapes:
+        parts = _parts(shape, expert_parallel)
+        rows = -(-(shape[0] // parts) // (num_shards // parts))
+        sizes.append(rows * prod(shape[1:]))
+    return sizes
 
 
 def _parts(shape: Shape, expert_parallel: int) -> int:
@@ -126,13 +152,15 @@ def count(shapes: Iterable[Shape]) -> int:
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that config.json describes; raises ModelError for other architectures."""
     kind = str(config.get("model_type"))
-    if kind not in MODEL_TYPES:
+    if kind not in MODEL_TYPES and kind not in LANGUAGE_MODELS:
         raise ModelError(
             f"memory cannot be estimated for model_type {kind} (only for "
-            f"{', '.join(MODEL_TYPES)}); training may still work"
+            f"{', '.join([*MODEL_TYPES, *LANGUAGE_MODELS])}); training may still work"
         )
     try:
-        shape = _shape(config, kind)
+        shape = _shape(_text_config(config, kind), LANGUAGE_MODELS.get(kind, kind))
+        if (tower := tower_of(config)) is not None:
+            shape = replace(shape, tower=tower, root=(*shape.root, *tower.root))
         is_whole = bool(shape.layers) and shape.num_parameters > 0
     except KeyError as missing:
         raise ModelError(
@@ -143,6 +171,15 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     if not is_whole:
         raise ModelError("config.json has sizes that are no whole numbers above 0; correct them")
     return shape
+
+
+def _text_config(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return the configuration of the language model alone."""
+    if kind not in LANGUAGE_MODELS:
+        return config
+    text = config.get("text_config") or config
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "model_type": LANGUAGE_MODELS[kind], "tie_word_embeddings": tied}
 
 
 def _shape(text: Mapping[str, Any], kind: str) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,10 +18,12 @@ from dapo_core.memory.plan import OTHERS, PHASES, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.rank import RankMemory, rank_memory
 from dapo_core.memory.shape import MODEL_TYPES, shape_of
+from dapo_core.memory.tower import LANGUAGE_MODELS
 from flows.cli import app
 from flows.config import Config, load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.memory import device_limit, plan_of
+from tests.configs import make_config
 
 SIZES = {
     "hidden_size": 64,
@@ -69,6 +72,65 @@ def test_tensor_shapes_match_transformers(kind: str, is_tied: bool) -> None:
     assert sum(shape.shards(5)) == sum(
         torch.chunk(parameter, 5)[0].numel() for parameter in parameters
     )
+
+
+VISION = {
+    "depth": 2,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+OF_QWEN3_VL = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+
+
+def vision_config(kind: str, is_tied: bool = False) -> dict[str, Any]:
+    text = {**SIZES, **(EXPERTS if kind == "qwen3_vl_moe" else {}), "mlp_only_layers": []}
+    vision = VISION if kind == "qwen2_5_vl" else VISION | OF_QWEN3_VL
+    parts = {"text_config": text, "vision_config": vision}
+    return {"model_type": kind, **parts, "tie_word_embeddings": is_tied}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+def test_tensor_shapes_of_a_tower_match_transformers(kind: str, is_tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    values = vision_config(kind, is_tied)
+    values["text_config"] = values["text_config"] | {"tie_word_embeddings": is_tied}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(config)
+    model.tie_weights()
+    shape = shape_of(config.to_dict())
+    assert shape.tower is not None
+    tower = [tuple(each.shape) for each in model.model.visual.parameters()]
+    assert sorted(shape.tower.shapes) == sorted(tower)
+    assert shape.num_parameters == model.num_parameters()
+
+
+def test_a_frozen_tower_has_no_gradients_no_moments_and_keeps_no_activations() -> None:
+    settings = {"num_ranks": 2, "micro_batch_tokens": 128, "mini_prompts": 4, "dtype": "float32"}
+    lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 64}}
+    lengths["rollout"] = {"max_response_tokens": 64}
+    lengths["reward"] = {"overlong": {"enabled": False}}
+    shape = shape_of(vision_config("qwen3_vl"))
+    memory = {}
+    for freeze in ((), ("vision",)):
+        config = make_config(**lengths, train={**settings, "train_prompts": 4, "freeze": freeze})
+        memory[freeze] = rank_memory(config, shape)
+    trained, frozen = memory.values()
+    assert frozen.weights == trained.weights
+    num_elements = sum(shape.tower_shards(2))
+    assert trained.gradients - frozen.gradients == 4 * num_elements
+    assert trained.optimizer - frozen.optimizer == 8 * num_elements
+    # one sequence, whose 64 prompt tokens show 4 patches each; inputs of 2 blocks in float32
+    kept = 64 * 4 * 2 * 48 * 4
+    assert trained.update_activations - frozen.update_activations == kept
 
 
 def test_published_models_have_the_right_sizes() -> None:
