@@ -106,6 +106,7 @@ class Trainer:
             self.dtypes[0],
             config.train.num_ranks,
             config.train.lora,
+            "vision" not in config.train.freeze,
         )
         self.stop = StopRequest()  # placeholder; run() installs the real one
         self.num_steps = 0  # completed training steps

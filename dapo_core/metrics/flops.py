@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dapo_core.machine.device import peak_flops
 from dapo_core.memory.shape import shape_of
+from dapo_core.memory.tower import LANGUAGE_MODELS, tower_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+Grid = tuple[int, int, int]  # patches of a picture in time, height and width
 
 
 def training_flops(
@@ -33,7 +37,9 @@ def training_flops(
     appendix B). With `num_adapted` parameters of LoRA adapters, the others have no gradients, which
     saves a third of their products. None for an unknown architecture.
     """
-    if config.model_type not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
+    kind = LANGUAGE_MODELS.get(config.model_type, config.model_type)
+    config = config.get_text_config()
+    if kind not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
         return None
     lengths = np.asarray(lengths, dtype=np.float64)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -49,6 +55,30 @@ def training_flops(
     frozen = 2 if num_adapted else 3  # forward, inputs' gradients, and unless frozen the weights'
     products = frozen * (weights * lengths.sum() + head)
     return float(2 * (products + 3 * (attention + num_adapted * lengths.sum())))
+
+
+def tower_flops(config: PretrainedConfig, grids: Sequence[Grid], is_trained: bool) -> float:
+    """Return the FLOPs of a pass of the vision tower over pictures; only forward if frozen.
+
+    Counted like training_flops. Attention is over a whole picture, or over a window in the blocks
+    of Qwen2.5-VL that have windows.
+    """
+    tower = tower_of(config.to_dict())
+    if tower is None or not grids:
+        return 0.0
+    vision: Any = config.vision_config
+    patches = np.array([time * height * width for time, height, width in grids], np.float64)
+    weights = [sum(prod(each) for each in block if len(each) > 1) for block in tower.blocks]
+    per_patch = sum(weights) + tower.hidden * tower.patch_values
+    mergers = sum(
+        prod(shape) for shape in tower.root if len(shape) == 2 and shape[1] > tower.hidden
+    )
+    whole = getattr(vision, "fullatt_block_indexes", range(len(tower.blocks)))
+    window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
+    pairs = len(whole) * (patches**2).sum()
+    pairs += (len(tower.blocks) - len(whole)) * (patches * np.minimum(patches, window)).sum()
+    products = per_patch * patches.sum() + mergers * patches.sum() / tower.patches_per_token
+    return float(2 * (3 if is_trained else 1) * (products + 2 * tower.hidden * pairs))
 
 
 def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
@@ -75,8 +105,10 @@ class ActorUtilization:
         dtype: torch.dtype,
         num_devices: int,
         lora: LoraConfig | None = None,
+        trains_tower: bool = True,
     ) -> None:
         self.config = config
+        self.trains_tower = trains_tower and not (lora is not None and lora.rank)
         self.num_adapted = 0
         self.peak: float | None = None  # FLOP/s of all devices
         peak = peak_flops(device_name)
@@ -100,4 +132,6 @@ class ActorUtilization:
         num_logits = int(batch.response_lengths.sum())
         flops = training_flops(self.config, batch.lengths, num_logits, self.num_adapted)
         assert flops is not None, "the constructor leaves peak unset for such an architecture"
+        shown = {image.digest: image.grid_thw for images in batch.images or () for image in images}
+        flops += tower_flops(self.config, [*shown.values()], self.trains_tower)
         return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

@@ -61,8 +61,9 @@ class Tower:
         is_trained = next(self._base.visual.parameters()).requires_grad
         with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
             output = self._base.get_image_features(pixels, grids, return_dict=True)
-        deep = getattr(output, "deepstack_features", None) or []
-        return [torch.cat([*parts]) for parts in (output.pooler_output, *deep)]
+        parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        # by picture, or whole in transformers 5.5
+        return [each if isinstance(each, torch.Tensor) else torch.cat(each) for each in parts]
 
     def _pixels(self, images: Sequence[ImageReference]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return patches [sum of patches, values] and grids [images, 3].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -21,7 +24,10 @@ from transformers import (
 )
 
 from dapo_core.machine.device import Device, device_for, peak_flops
-from dapo_core.metrics.flops import ActorUtilization, training_flops
+from dapo_core.memory.tower import LANGUAGE_MODELS
+from dapo_core.metrics.flops import ActorUtilization, tower_flops, training_flops
+from dapo_core.model.inputs import ImageReference
+from tests.tiny_vision import FAMILIES, Family, build_tiny_vision
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -50,7 +56,9 @@ CONFIGS = {
         **SIZES, **EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 2}
     ),
 }
-BATCH: Any = SimpleNamespace(lengths=np.array([2, 3]), response_lengths=torch.tensor([2, 2]))
+BATCH: Any = SimpleNamespace(
+    lengths=np.array([2, 3]), response_lengths=torch.tensor([2, 2]), images=None
+)
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -94,6 +102,37 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     # eager attention multiplies all 7 x 7 pairs, of which causal attention needs 7 x 8 / 2
     needed = counter.get_total_flops() - angles - attention * 3 / 7
     assert needed == flops(config, [length], length)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_of_a_tower_matches_the_counter(family: Family, tmp_path: Path) -> None:
+    folder = build_tiny_vision(tmp_path, family)
+    eager: Any = {"attn_implementation": "eager"}
+    model = AutoModelForImageTextToText.from_pretrained(folder, **eager)
+    grids = [(1, 8, 12), (1, 4, 4)]  # whole windows of 4 x 4 patches
+    pixels = torch.randn(112, 3 * 2 * 8 * 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        output = model.model.visual(pixels, grid_thw=torch.tensor(grids), return_dict=True)
+        assert counter.get_total_flops() == tower_flops(model.config, grids, is_trained=False)
+        parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        torch.stack([part.sum() for part in parts]).sum().backward()
+    assert counter.get_total_flops() == tower_flops(model.config, grids, is_trained=True)
+    text, kind = model.config.get_text_config().to_dict(), LANGUAGE_MODELS[family]
+    del text["model_type"], text["rope_parameters"]
+    alone = AutoConfig.for_model(kind, **text)
+    assert flops(model.config, [7], 3) == flops(alone, [7], 3)
+
+
+def test_a_picture_counts_once_in_utilization_although_siblings_show_it(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(build_tiny_vision(tmp_path))
+    image = ImageReference("a.png", (1, 4, 6), 1, 6)
+    pictured: Any = SimpleNamespace(**{**vars(BATCH), "images": [(image,), (image,)]})
+    device = "NVIDIA A100-SXM4-80GB", torch.bfloat16, 1
+    for trains_tower in (True, False):
+        meter = ActorUtilization(config, *device, trains_tower=trains_tower)
+        [shown, texts] = (meter.metrics(each, 1.0)["perf/mfu/actor"] for each in (pictured, BATCH))
+        added = tower_flops(config, [(1, 4, 6)], trains_tower)
+        assert (shown - texts) * 312e12 == pytest.approx(added, rel=1e-6)
 
 
 def test_unknown_architectures_have_no_flops() -> None:
