@@ -138,7 +138,8 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
             for actor in started:
                 actor.executor.shutdown()
             torch.use_deterministic_algorithms(is_deterministic)
-            torch.distributed.destroy_process_group()
+            if torch.distributed.is_initialized():  # else vLLM destroyed it
+                torch.distributed.destroy_process_group()
 
 
 @contextmanager

@@ -1,0 +1,116 @@
+"""A training on problems with pictures: prepared, sampled by vLLM, learned from, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from dapo_core.checkpoint.state import GROUPS_FILE
+from dapo_core.metrics.log import METRICS_FILE
+from dapo_core.training import train
+from durable import read_json_lines
+from flows.config import Config, resolve_config
+from tasks.data.prepare import build_dataset
+from tests.in_process import without_ray
+from tests.tiny_vision import build_tiny_vision, write_picture
+
+pytest.importorskip("torchvision", reason="vLLM's models that read pictures import it")
+
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 3 - 1.0
+"""
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six problems with no picture, one or two; a model; and their recipe."""
+    folder = tmp_path_factory.mktemp("vision")
+    rows = []
+    for number in range(6):
+        names = [f"pictures/{number}-{place}.png" for place in range(number % 3)]
+        for place, name in enumerate(names):
+            write_picture(folder / name, 32 + 16 * number, 48, seed=10 * number + place)
+        text = "<image>" * len(names) + f"What is {number}?"
+        rows.append({"images": names, "problem": text, "answer": str(number)})
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held_out.jsonl").write_text(json.dumps({"problem": "9 + 9?", "answer": "18"}))
+    (folder / "scorer.py").write_text(SCORER)
+    build_tiny_vision(folder / "model")
+    (folder / "data").mkdir()
+    build_dataset(_config(folder), folder / "data")
+    return folder
+
+
+def _config(folder: Path, **checkpoint: Any) -> Config:
+    return resolve_config(
+        {
+            "run": {"seed": 3, "deterministic": True},
+            "data": {
+                "train": str(folder / "mine.jsonl"),
+                "eval": str(folder / "held_out.jsonl"),
+                "max_prompt_tokens": 200,
+            },
+            "model": {"path": str(folder / "model")},
+            "custom_reward": {"path": str(folder / "scorer.py")},
+            "reward": {"overlong": {"enabled": False}},
+            "sampler": {"gen_prompts": 5, "dynamic": False},
+            "rollout": {
+                "engine": "vllm",
+                "group_size": 2,
+                "max_response_tokens": 8,
+                "max_num_seqs": 8,
+                "threads_per_worker": 1,
+                "memory_gigabytes": 0.1,
+            },
+            "train": {
+                "num_ranks": 1,
+                "train_prompts": 4,
+                "mini_prompts": 2,
+                "micro_batch_tokens": 512,
+                "learning_rate": 1e-2,
+                "warmup_steps": 1,
+                "total_steps": STEPS,
+            },
+            "checkpoint": {"save_every": 1, "keep_steps": [1], **checkpoint},
+            "serve": {"max_model_len": 256},
+            "evaluate": {"max_response_tokens": 8},
+        }
+    )
+
+
+def _train(folder: Path, output: str, **checkpoint: Any) -> list[dict[str, float]]:
+    data = folder / "data" / "train.parquet"
+    with without_ray():
+        train(_config(folder, **checkpoint), data, folder / "model", folder / output)
+    return read_json_lines(folder / output / METRICS_FILE)
+
+
+def test_engine_and_policy_agree_on_pictures_after_every_update_and_a_resume(folder: Path) -> None:
+    """Stale features of a picture, or another position or size of it, move log-probs by nats."""
+    shown = pq.read_table(folder / "data" / "train.parquet")["images"].to_pylist()
+    assert [len(names or ()) for names in shown] == [0, 1, 2, 0, 1, 2]
+    whole = _train(folder, "whole")
+    assert [line["step"] for line in whole] == [*range(1, STEPS + 1)]
+    for line in whole:
+        assert line["weight_sync/probe_difference"] < 1e-4
+        assert line["rollout/fresh_log_probs_diff_mean"] < 1e-4
+        assert line["actor/grad_norm"] > 0
+    assert whole[0]["prompt_length/max"] > 50  # every token of two pictures
+
+    checkpoint = folder / "whole" / "checkpoints" / "step_000001"
+    carried = json.loads((checkpoint / GROUPS_FILE).read_text())
+    prompts = [group["prompt"] for group in [*carried["surplus"], *carried["unfinished"]]]
+    assert len(prompts) == 1
+    assert (checkpoint / GROUPS_FILE).stat().st_size < 10_000  # references alone
+
+    resumed = _train(folder, "resumed", resume=str(checkpoint))
+    names = ("critic/score/mean", "actor/pg_loss", "response_length/mean", "prompt_length/mean")
+    assert [[line[name] for name in names] for line in resumed] == [
+        [line[name] for name in names] for line in whole
+    ]
