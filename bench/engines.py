@@ -92,8 +92,8 @@ def recipe_prompts(model_path: Path, num_prompts: int) -> list[ModelInput]:
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
         for row in rows
     ]
-    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    return [ModelInput(tuple(row)) for row in rows]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [ModelInput(tuple(token_ids)) for token_ids in prompts]
 
 
 def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> Measurement:
