@@ -27,7 +27,7 @@ from dapo_core.engines.base import (
 )
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import WEIGHTS
-from dapo_core.model.lora import adapter_name, add_adapters, is_adapter
+from dapo_core.model.lora import add_adapters, is_adapter, sent_name
 from dapo_core.model.names import file_views, tied_names
 from dapo_core.model.pretrained import load_causal_lm
 from dapo_core.model.routers import Experts, RoutingRecord, routers_of
@@ -205,7 +205,8 @@ class HuggingFaceEngine(Engine):
         """
         if self._has_adapter:
             parameters = self._model.named_parameters()
-            return {adapter_name(n): each.detach() for n, each in parameters if is_adapter(n)}
+            adapters = {n: each.detach() for n, each in parameters if is_adapter(n)}
+            return {sent_name(n, self._file_names): each for n, each in adapters.items()}
         names = self._file_names | tied_names(self._model).keys()
         views: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):

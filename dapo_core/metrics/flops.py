@@ -38,7 +38,8 @@ def training_flops(
     saves a third of their products. None for an unknown architecture.
     """
     kind = LANGUAGE_MODELS.get(config.model_type, config.model_type)
-    config = config.get_text_config()
+    if config.model_type in LANGUAGE_MODELS:
+        config = config.text_config
     if kind not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
         return None
     lengths = np.asarray(lengths, dtype=np.float64)

@@ -51,12 +51,19 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_name(name: str) -> str:
-    """Return an adapter parameter's name in peft's files and in engines."""
+    """Return an adapter parameter's name in peft's files."""
     return _PREFIX + name.replace(_DEFAULT, ".")
 
 
+def sent_name(name: str, file_names: Collection[str]) -> str:
+    """Return an adapter parameter's name in engines, after its weight's in the model's files."""
+    module, lora, rest = name.partition(".lora_")
+    stored = file_name(f"{module}.weight", file_names).removesuffix(".weight")
+    return adapter_name(stored + lora + rest)
+
+
 def parameter_name(name: str) -> str:
-    """Return the parameter that has this name in peft's files and in engines."""
+    """Return the parameter that has this name in peft's files."""
     return re.sub(r"\.weight$", f"{_DEFAULT}weight", name.removeprefix(_PREFIX))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dapo_core.model.lora import adapter_name, adapter_names, base_name, is_adapter
+from dapo_core.model.lora import adapter_names, base_name, is_adapter, sent_name
 from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import Shard, first_row, shards_of
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
@@ -65,7 +65,7 @@ class WeightSource:
             for name, parameter in parameters.items()
             if is_adapter(name) == sends_adapters and (has_adapters or parameter.requires_grad)
             for piece in (
-                [FilePiece(adapter_name(name))]
+                [FilePiece(sent_name(name, file_names))]
                 if sends_adapters
                 else file_pieces(base_name(name), parameter.shape, file_names)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.merge.verl import VerlSource, find_shards
+from dapo_core.model.names import file_name
+from dapo_core.policy.requirements import trainable_model
 from tests.ranks import run_ranks
+from tests.tiny_vision import FAMILIES, Family, build_tiny_vision
 from tests.verl_folders import load_weights
 
 
@@ -191,3 +199,21 @@ def test_fused_experts_keep_names_and_layout_of_published_files(
     assert load_weights(tmp_path / "transformers").keys() == merged.keys()
     loaded = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_reads_pictures_keeps_its_processor_and_can_be_trained(
+    family: Family, tmp_path: Path
+) -> None:
+    folder = build_tiny_vision(tmp_path / "model", family, is_tied=family == "qwen3_vl")
+    parts = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(folder, tmp_path / "actor" / "huggingface", ignore=parts)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    _write_rows(tmp_path / "actor", dict(model.state_dict()))
+    merge_checkpoint([tmp_path / "actor"], tmp_path / "merged", verify_logits=True)
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+    trainable_model(tmp_path / "merged", 1, 1)
+    before, after = (load_weights(tmp_path / name) for name in ("model", "merged"))
+    assert len(before) == len(after)
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[file_name(name, before)]), name
