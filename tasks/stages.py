@@ -80,7 +80,13 @@ def _result_value(config: BaseModel, section: str) -> Any:
 PREPARE_DATA = Stage(
     name="prepare_data",
     about="Prepare a recipe's training and held-out problems.",
-    sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
+    sections=(
+        "run.seed",
+        "data.arithmetic",
+        "data.image_max_pixels",
+        "data.contamination",
+        "data.max_refused_ratio",
+    ),
     code=(
         "tasks/data",
         "eval/problems",

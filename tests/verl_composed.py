@@ -36,10 +36,12 @@ BESIDE = (
 )
 NEWEST, OLDER = "0.9.1", "0.7.0"
 CONFIGS = Path(__file__).parents[1] / "configs"
-RECIPES = sorted(
+RECIPES = sorted(  # without adapters and divided experts, which are rendered for no trainer
     path.stem
     for path in CONFIGS.glob("*.yaml")
-    if (train := load_config(path).train).backend in ("own", "verl") and not train.lora.rank
+    if (train := load_config(path).train).backend in ("own", "verl")
+    and not train.lora.rank
+    and train.expert_parallel == 1
 )
 GOLDEN = Path(__file__).parent / "data/verl"
 PLACES = Places(

@@ -46,6 +46,7 @@ READS = {
     "prepare_data": (
         "run.seed",
         "data.arithmetic.",
+        "data.image_max_pixels",
         "data.contamination",
         "data.max_refused_ratio",
     ),

@@ -93,10 +93,11 @@ def test_update_time_grows_with_the_number_of_passes() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
 def test_a_forward_pass_is_a_third_of_the_training_operations(name: str) -> None:
-    config = {"mlp_only_layers": [], **(published_config(name) or {})}
+    config = SimpleNamespace(mlp_only_layers=[], **(published_config(name) or {}))
+    config.get_text_config = lambda: config
     lengths = np.array([100.0, 2000.0])
     tokens, squares = float(lengths.sum()), float((lengths**2).sum())
-    whole = training_flops(SimpleNamespace(**config), lengths, 1500)  # type: ignore[arg-type]
+    whole = training_flops(config, lengths, 1500)  # type: ignore[arg-type]
     assert 3 * forward_flops(shape(name), tokens, squares, 1500) == pytest.approx(whole)
 
 
