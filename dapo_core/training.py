@@ -136,6 +136,12 @@ def _read_prompts(
                 "--held-out, or set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, model_path, tokenizer, config)
+    has_pictures = prompts.image_lengths or any(prompt.input.images for prompt in held_out)
+    if has_pictures and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"the problems have pictures, which rollout.engine={config.rollout.engine} does not "
+            "read; set rollout.engine=vllm"
+        )
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
     return stream, Validation(config, held_out, tokenizer, output_dir)

@@ -107,5 +107,5 @@ def _readable(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the picture {path} cannot be read ({error}); prepare the data again"
+            f"the picture {path} cannot be read ({error}); restore it, or prepare the data again"
         ) from error

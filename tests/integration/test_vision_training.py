@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.checkpoint.state import GROUPS_FILE
+from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
@@ -89,6 +90,14 @@ def _train(folder: Path, output: str, **checkpoint: Any) -> list[dict[str, float
     with without_ray():
         train(_config(folder, **checkpoint), data, folder / "model", folder / output)
     return read_json_lines(folder / output / METRICS_FILE)
+
+
+def test_an_engine_that_reads_no_pictures_is_refused_before_it_starts(folder: Path) -> None:
+    config = _config(folder)
+    rollout = config.rollout.model_copy(update={"engine": "hf"})
+    config = config.model_copy(update={"rollout": rollout})
+    with pytest.raises(ConfigError, match=r"have pictures, which rollout\.engine=hf does not"):
+        train(config, folder / "data/train.parquet", folder / "model", folder / "refused")
 
 
 def test_engine_and_policy_agree_on_pictures_after_every_update_and_a_resume(folder: Path) -> None:
