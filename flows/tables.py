@@ -113,7 +113,7 @@ def print_memory(plan: MemoryPlan) -> None:
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
         f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
         f"{held} sequences of that length, and rollout.max_num_seqs={engine.most_sequences}",
-        f"host memory for offloaded state: at most {plan.host_bytes / GIB:.1f} GiB",
+        f"host memory for offloaded state and routing: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "
         "models",

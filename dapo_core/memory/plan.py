@@ -158,12 +158,13 @@ def plan_memory(
     uses = (
         *_rank_uses(config, parts_in),
         *_engine_uses(config, engine, bucket),
-        *_other_uses(config, bucket),
+        *_other_uses(config, bucket, _routing_bytes(config, shape)),
     )
     loads = tuple(_loads(config, uses, limit.num_bytes))
     hosts = [
         config.train.num_ranks * _total(uses, phase, {RANK: 1}, "host_bytes")
         + config.rollout.num_devices * _total(uses, phase, {ENGINE: 1}, "host_bytes")
+        + _total(uses, phase, {OTHERS: 1}, "host_bytes")
         for phase in PHASES
     ]
     return MemoryPlan(
@@ -296,12 +297,26 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
     return uses
 
 
-def _other_uses(config: TrainingConfig, bucket: int) -> list[Use]:
-    if config.train.device != "cpu":
-        return []
+def _routing_bytes(config: TrainingConfig, shape: ModelShape) -> int:
+    """Return the bytes of the experts that a step replays: one for each of a token in a layer."""
+    if config.algorithm.routing_replay == "off":
+        return 0
+    tokens = config.train.train_prompts * config.rollout.group_size * longest_sequence(config)
+    return tokens * len(shape.layers) * shape.experts_per_token
+
+
+def _other_uses(config: TrainingConfig, bucket: int, routing: int) -> list[Use]:
+    is_cpu = config.train.device == "cpu"
     scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
-    processes = [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
-    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]
+    uses = []
+    for phase in PHASES:
+        parts = [
+            ("process", is_cpu * (OTHERS_BYTES + scorers), 0),
+            ("weights being sent", 2 * bucket * (is_cpu and phase == "publish"), 0),
+            ("routing", is_cpu * routing, (not is_cpu) * routing),
+        ]
+        uses += _uses(phase, OTHERS, parts)
+    return uses
 
 
 def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:

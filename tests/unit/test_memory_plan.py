@@ -340,6 +340,22 @@ def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> Non
     assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
 
+def test_replayed_experts_take_the_drivers_memory() -> None:
+    def sizes(*overrides: str, name: str = "gspo_qwen3_30b_a3b_math") -> set[tuple[int, int]]:
+        uses = planned(recipe(name, *overrides), "Qwen3-30B-A3B").uses
+        return {(use.device_bytes, use.host_bytes) for use in uses if use.what == "routing"}
+
+    replay = "algorithm.routing_replay=policy"
+    # 64 x 16 responses of 2,048 + 20,480 tokens, each with 48 layers x 8 experts
+    assert sizes(replay) == {(0, 1_024 * 22_528 * 48 * 8)}
+    assert sizes() == set()
+    # on a CPU beside all else: 16 x 8 responses of 120 tokens
+    assert sizes(name="arith_cpu_moe") == {(128 * 120 * 48 * 8, 0)}
+    recipes = [recipe("gspo_qwen3_30b_a3b_math", *words) for words in ((), (replay,))]
+    off, on = (planned(each, "Qwen3-30B-A3B").host_bytes for each in recipes)
+    assert on - off == 1_024 * 22_528 * 48 * 8
+
+
 def test_an_unknown_device_size_is_not_guessed() -> None:
     plan = planned(recipe("dapo_qwen3_8b_math"), "Qwen3-8B")
     assert [load.fits for load in plan.loads] == [None, None]
