@@ -41,12 +41,13 @@ CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage balance batch checkpoi
   checkpoint_state checkpoint_writer engine_checks environment flops kernels kl loss loss_invariance merge_writer \
   model_folder optimizer packing parameter_names rollout_correction sampler tokenizing trainer training transfers \
   versions) \
-  $(patsubst %,tests/integration/test_%.py,policy sharded_model sequence_parallel hf_engine offload merge \
+  $(patsubst %,tests/integration/test_%.py,policy routing sharded_model sequence_parallel hf_engine offload merge \
   renamed_device training vision)
 # Excluded: vLLM (see test-ascend-engine), the slowest tests, and trainings on threads, which crash a CUDA build of
 # torch 2.10 without a device (FakeTensorMode).
 CORE_EXCLUDED := test_vllm_and_transformers or test_a_killed or test_placement or test_a_worker_error or test_a_stalled_step or \
-  test_too_little or test_names_and_memory or test_a_model_that_reads_pictures_trains
+  test_too_little or test_names_and_memory or test_a_model_that_reads_pictures_trains or \
+  test_a_training_replays
 ENGINE_TESTS := $(patsubst %,tests/integration/test_%.py,engines weight_sync merge)
 # Excluded: batches of greedy and sampled requests, since vLLM 0.23's CPU sampler then loses the seeds.
 ENGINE_SELECTION := test_vllm_and_transformers or weight_sync or (vllm and not two and not test_greedy_and_sampled)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +30,15 @@ NO_ROUTING: Experts = np.empty((0, 0, 0), np.uint8)  # of a whole sequence
 def routers_of(model: nn.Module) -> list[Any]:
     """Return the model's routers in layer order; empty for dense and for other models."""
     return [module for module in model.modules() if type(module).__name__ in ROUTERS]
+
+
+@functools.cache
+def returns_probabilities(forward: Callable[..., Any]) -> bool:
+    """True if a router's forward returns probabilities as logits, as in transformers 5.5."""
+    import torch
+
+    uniform = SimpleNamespace(hidden_dim=1, weight=torch.zeros(2, 1), top_k=1, norm_topk_prob=True)
+    return bool(forward(uniform, torch.zeros(1, 1))[0].any())
 
 
 def unknown(num_tokens: int, shape: Sequence[int]) -> Experts:

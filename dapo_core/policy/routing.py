@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dapo_core.algorithm.update import RoutingSums
-from dapo_core.model.routers import UNKNOWN_EXPERT, Experts, routers_of
+from dapo_core.model.routers import UNKNOWN_EXPERT, Experts, returns_probabilities, routers_of
 
 if TYPE_CHECKING:
     from dapo_core.policy.packing import PackedRow
@@ -52,6 +52,9 @@ class Routing:
 
     @torch.compiler.disable
     def _on_forward(self, number: int, router: Any, _: Any, outputs: Any) -> Any:
+        if returns_probabilities(type(router).forward):
+            probs, *others = outputs
+            outputs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log(), *others
         if self._replayed is not None:
             outputs = _replay(router, self._replayed[:, number], *outputs)
         if self.is_recording:

@@ -14,7 +14,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeTopKRouter,
+    load_balancing_loss_func,
+)
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch
@@ -25,7 +28,7 @@ from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.timers import PhaseTimer
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.model.routers import UNKNOWN_EXPERT
+from dapo_core.model.routers import UNKNOWN_EXPERT, returns_probabilities
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
 from dapo_core.policy.rank import Policy
@@ -67,6 +70,8 @@ def test_the_load_balancing_loss_is_that_of_transformers_for_each_sequence(moe: 
     expected = torch.zeros(())
     for ids, count in zip(batch.token_ids.long(), batch.lengths.tolist(), strict=True):
         logits = plain(ids[None, :count], output_router_logits=True).router_logits
+        if returns_probabilities(Qwen3MoeTopKRouter.forward):
+            logits = tuple(each.log() for each in logits)
         expected = expected + load_balancing_loss_func(logits, 8, 2) * count / num_tokens
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -74,6 +79,35 @@ def test_the_load_balancing_loss_is_that_of_transformers_for_each_sequence(moe: 
     for own, its in zip(model.causal_lm.parameters(), plain.parameters(), strict=True):
         if its.grad is not None:
             torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_routers_that_return_probabilities_as_logits_are_replayed_alike(
+    moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers changed between the versions of the two supported sets."""
+    draw, batch = np.random.default_rng(0), _batch()
+    given = [
+        np.argsort(draw.random((count, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
+        for count in batch.lengths
+    ]
+    model = TokenLogProbs(AutoModelForCausalLM.from_pretrained(moe), 16).train()
+    row = pack(replace(batch, routing=given), torch.device("cpu"))
+    expected, _ = model(row, 1.0, False)
+    entropy = torch.stack(model.routing.entropy)
+    forward = Qwen3MoeTopKRouter.forward
+    is_probability = returns_probabilities(forward)
+
+    def other(router: Any, hidden: torch.Tensor) -> Any:
+        first, *others = forward(router, hidden)
+        if is_probability:  # logits of any mean
+            return first.log() - first.log().mean(dim=-1, keepdim=True), *others
+        return first.softmax(dim=-1), *others
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", other)
+    assert returns_probabilities(other) != is_probability
+    found, _ = model(row, 1.0, False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack(model.routing.entropy), entropy, rtol=1e-5, atol=1e-5)
 
 
 def _updated(rank: int, config: Config, batch: Batch, max_tokens: int) -> Update:
