@@ -117,7 +117,8 @@ def _measured_worker() -> type:
             super().start(*arguments)
             self.bare: Engine = self.engine.run(lambda engine: engine)
             self.step, self.submit_requests = self.bare.step, self.bare.submit
-            self.bare.step, self.bare.submit = self._timed_step, self._timed_submit  # type: ignore[method-assign]
+            self.bare.step = self._timed_step  # type: ignore[method-assign]
+            self.bare.submit = self._timed_submit  # type: ignore[method-assign]
             self.idle_seconds = 0.0
             self.ended: float | None = None
 

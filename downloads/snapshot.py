@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from downloads.errors import DownloadError
@@ -111,7 +111,8 @@ def parse_reference(text: str) -> Reference:
     digest = require_digest(text, match["sha256"]) if match["sha256"] is not None else None
     if digest and not match["file"]:
         raise DownloadError(f"{text} has a sha256 but names no file; add /FILE before the #")
-    return Reference(match["hub"], match["repo"], revision, match["file"], digest)  # type: ignore[arg-type]
+    hub: Any = match["hub"]
+    return Reference(hub, match["repo"], revision, match["file"], digest)
 
 
 def require_digest(text: str, digest: str) -> str:

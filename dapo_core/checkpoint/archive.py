@@ -98,6 +98,7 @@ class Section(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._position)
         view = memoryview(buffer).cast("B")
-        count = self._file.readinto(view[: max(self.length - self._position, 0)])  # type: ignore[attr-defined]
+        view = view[: max(self.length - self._position, 0)]
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
         self._position += count
         return count

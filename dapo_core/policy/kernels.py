@@ -99,8 +99,8 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
     or a named operation is not in the model.
     """
     fused = device.fused_kernels()
-    architecture = model.config.model_type  # type: ignore[union-attr]
-    is_known = architecture in ARCHITECTURES and model.config.hidden_act == "silu"  # type: ignore[union-attr]
+    config: Any = model.config
+    is_known = config.model_type in ARCHITECTURES and config.hidden_act == "silu"
     for name, kernel in KERNELS.items():
         if name not in chosen and not ("auto" in chosen and name in fused and is_known):
             continue
@@ -110,8 +110,8 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
         if not count and name in chosen:
             raise ConfigError(
                 f"train.fused_kernels names {name}, which cannot be replaced in this "
-                f"{architecture} model; remove it (supported: {', '.join(ARCHITECTURES)}, with "
-                "SiLU)"
+                f"{config.model_type} model; remove it (supported: {', '.join(ARCHITECTURES)}, "
+                "with SiLU)"
             )
 
 

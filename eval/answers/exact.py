@@ -446,7 +446,8 @@ def _same_base(prediction: str, gold: str) -> bool | None:
 
 _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
 _CHOSEN = re.compile(
-    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
+    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*'
+    r'(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
 _LABELLED = re.compile(r"(?:\(\s*[A-J]\s*\)|[A-J]\s*[.:)](?=\s))\s*(.+)")  # `(A) 5` answers 5, too
 _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")

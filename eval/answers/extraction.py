@@ -44,7 +44,8 @@ _SENTENCE_END = re.compile(
 _MATHS = re.compile(r"(?<!\\)\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(
     r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
-    (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:\\q?quad\b)?[\s$\\(]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
+    (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:\\q?quad\b)?[\s$\\(]*
+    (?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
 _SHORT = re.compile(r"\(?[A-J]\)?|(?i:yes|no|true|false)|[是否对错]|正确|错误")
 _COMMANDS = re.compile(
@@ -67,7 +68,8 @@ _PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
 _TURN_START = re.compile(r"\A(?:\s*(?:<s>|</s>|<\|im_start\|>\w*))+")
 _STRUCK = re.compile(r"<s>[^<\n]*</s>")  # HTML strikethrough
 _TURN_END = re.compile(
-    r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
+    r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|"
+    r"<｜end▁of▁sentence｜>|</s>"
 )
 _MAX_BETWEEN = 40
 _FINISHED = re.compile(r"""(?:[.!?。！？:;…)\]}>*"'`|$]|\\[\])])\s*$""")

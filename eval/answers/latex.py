@@ -134,7 +134,8 @@ _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
 )
 _SYSTEM = re.compile(
-    r"""(?xs)\\left\s*\\(?:\{|lbrace)\s*\\begin\s*\{(?P<inner>array|aligned)\}(?:\s*\{[^{}]*\})?(?P<rows>.*?)
+    r"""(?xs)\\left\s*\\(?:\{|lbrace)\s*\\begin\s*\{(?P<inner>array|aligned)\}
+        (?:\s*\{[^{}]*\})?(?P<rows>.*?)
         \\end\s*\{(?P=inner)\}\s*\\right\s*\.
     | \\begin\s*\{(?P<name>[dr]?cases|aligned)\}(?P<lines>.*?)\\end\s*\{(?P=name)\}"""
 )

@@ -38,7 +38,8 @@ _FIRST_FORMULA = re.compile(r".*?\$(.*?)\$.*")
 _WRAPPED = (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}")
 
 _REMOVED_WORDS = re.compile(
-    r"square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees"
+    r"square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|"
+    r"digits|cents|degrees"
     r"|cm|gm|pounds|meters|meals|edges|students|tickets|multiples"
 )
 _REMOVED = tuple("{,} \\left \\right \\! \\, \\: \\; ^{\\circ} ^\\circ \\% %".split())

@@ -20,7 +20,8 @@ _FORMULA = re.compile(
     r"|\\\[(?P<brackets>.{1,1000}?)\\\]"
     r"|\\\((?P<parentheses>[^\n]{1,1000}?)\\\)"
     r"|(?<![\\$\w])\$(?![\s$])(?P<inline>[^$\n]{1,1000}?)(?<![\s\\])\$(?![\w$])"
-    r"|(?P<environment>\\begin\{(?P<name>(?:align|equation|gather)\*?)\}.{1,1000}?\\end\{(?P=name)\})"
+    r"|(?P<environment>\\begin\{(?P<name>(?:align|equation|gather)\*?)\}"
+    r".{1,1000}?\\end\{(?P=name)\})"
     rf"|(?P<box>{_BOX})",
     re.DOTALL,
 )

@@ -34,7 +34,8 @@ _MEGATRON_NAMES = {
 }
 _NOT_IN_MEGATRON = re.compile(
     r".*\.fsdp_config\..*|.*\.actor\.(grad_clip|entropy_checkpointing)"
-    r"|.*\.optim\.(min_lr_ratio|num_cycles|lr_scheduler_type|warmup_style|optimizer_impl|zero_indexed_step)"
+    r"|.*\.optim\.(min_lr_ratio|num_cycles|lr_scheduler_type|warmup_style|"
+    r"optimizer_impl|zero_indexed_step)"
     r"|.*\.model\.enable_(gradient_checkpointing|activation_offload)"
 )
 # Table settings that are rendered here instead; those that main_ppo ignores or interprets

@@ -41,7 +41,8 @@ _TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+|(?<![a-z]{{2}})-|-(?![a-z]{{
 _SIGNS = frozenset("+-=<>")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _LAYOUT = re.compile(
-    r"\\(?:begin|end)\{[^{}]*\}|\\(?:left|right|[bB]igg?|displaystyle|text(?:style|bf|it)?|math(?:rm|bf)|mbox"
+    r"\\(?:begin|end)\{[^{}]*\}|\\(?:left|right|[bB]igg?|displaystyle"
+    r"|text(?:style|bf|it)?|math(?:rm|bf)|mbox"
     r"|operatorname|limits|quad|qquad|[lc]?dots)(?![a-zA-Z])"
 )
 _FRACTION = re.compile(r"\\[dtc]?frac(?![a-zA-Z])(?:\s*(\d)(?=\d))?")

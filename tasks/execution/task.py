@@ -53,7 +53,9 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
     StageTimedOut if it exceeds its limit in flow.time_limits.
     """
 
-    def __call__(self, run: Run, *args: P.args, **kwargs: P.kwargs) -> Artifact:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, run: Run, *args: P.args, **kwargs: P.kwargs
+    ) -> Artifact:
         key = f"{self.fn.__name__}_hours"
         hours: float | None = getattr(run.config.flow.time_limits, key)
         limited = self.with_options(timeout_seconds=None if hours is None else 3600 * hours)

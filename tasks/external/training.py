@@ -50,7 +50,8 @@ _REASON = re.compile(
 )
 # Before the first step these errors are permanent.
 _PERMANENT = re.compile(
-    r"(Assertion|Attribute|FileNotFound|HFValidation|Import|InterpolationKey|Key|ModuleNotFound|Name|NotImplemented|"
+    r"(Assertion|Attribute|FileNotFound|HFValidation|Import|InterpolationKey|Key|"
+    r"ModuleNotFound|Name|NotImplemented|"
     r"Type|Validation)Error|MissingMandatoryValue|Config\w+"
 )
 

@@ -119,7 +119,8 @@ def test_memory_per_device_for_qwen3_235b() -> None:
         shape,
         splits(
             "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
-            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.5",
+            "+actor_rollout_ref.actor.optim.override_optimizer_config."
+            "optimizer_offload_fraction=0.5",
         ),
     )
     assert half.host_optimizer == pytest.approx(stage.optimizer / 2, abs=1)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -238,6 +239,10 @@ def test_requests_are_added_and_aborted_between_decoding_steps(
     )
 
 
+def _fail() -> NoReturn:
+    raise ZeroDivisionError
+
+
 def test_engine_errors_reach_every_later_call(
     model_path: Path, shared_worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,8 +260,9 @@ def test_engine_errors_reach_every_later_call(
         with pytest.raises(IndexError):
             call()
     broken.close()
+    tokenizer = load_tokenizer(model_path)
     with pytest.raises(ZeroDivisionError):
-        RolloutWorker(lambda: 1 / 0, load_tokenizer(model_path), shared_worker.config)  # type: ignore[arg-type]
+        RolloutWorker(_fail, tokenizer, shared_worker.config)
 
 
 @pytest.mark.parametrize("num_steps", [1, 9])

@@ -26,8 +26,14 @@ BEFORE = (
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 NO_INTEGER = "no whole number as the answer"
 _MAA = "the problems are the Mathematical Association of America's"
-_SIMPLERL = "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/cf1c7858bfc145a27aa733e75d930d34f0d318a6/examples/simplelr_math_eval/data"
-_GRADE_SCHOOL_MATH = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+_SIMPLERL = (
+    "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/"
+    "cf1c7858bfc145a27aa733e75d930d34f0d318a6/examples/simplelr_math_eval/data"
+)
+_GRADE_SCHOOL_MATH = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/"
+    "3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+)
 _MATH_LIGHTEVAL = "hf:DigitalLearningGmbH/MATH-lighteval@main/data/{}-00000-of-00001.parquet"
 _GEOMETRY3K = "hf:hiyouga/geometry3k@main/data/{}-00000-of-00001.parquet"
 
@@ -137,8 +143,10 @@ TRAINING_SETS = (
         train={
             "huggingface": "hf:open-r1/DAPO-Math-17k-Processed@main"
             "/all/train-00000-of-00001.parquet",
-            "url": "https://raw.githubusercontent.com/MasterVito/SvS/9fd8f35375b31b8632b52e715296c264a3ad4176/"
-            "data/dapo_math_17k.parquet#sha256=246ae23df97c9eae8126cb4da780e9a0a31d10110e16eed144bcecbf2132d535",
+            "url": "https://raw.githubusercontent.com/MasterVito/SvS/"
+            "9fd8f35375b31b8632b52e715296c264a3ad4176/"
+            "data/dapo_math_17k.parquet#sha256="
+            "246ae23df97c9eae8126cb4da780e9a0a31d10110e16eed144bcecbf2132d535",
         },
     ),
     ProblemSet(
@@ -160,8 +168,10 @@ TRAINING_SETS = (
         schemas=(SOLVED,),
         train={"huggingface": _MATH_LIGHTEVAL.format("train")},
         test={
-            "url": "https://raw.githubusercontent.com/microsoft/ToRA/213c1c995038c73fab10343814df7a42f990f026/"
-            "src/data/math/test.jsonl#sha256=3371949f33dd702d04b43fddd7d53a028de0aaca0e76abb1b875a050297b3aa4",
+            "url": "https://raw.githubusercontent.com/microsoft/ToRA/"
+            "213c1c995038c73fab10343814df7a42f990f026/"
+            "src/data/math/test.jsonl#sha256="
+            "3371949f33dd702d04b43fddd7d53a028de0aaca0e76abb1b875a050297b3aa4",
             "huggingface": _MATH_LIGHTEVAL.format("test"),
         },
         num_items=5000,

@@ -91,8 +91,10 @@ CFLUE = ProblemSet(
         "modelscope": "modelscope:tongyi_dianjin/DianJin-R1-Data@master/data/train/cflue_mcq.json"
     },
     test={
-        "url": "https://raw.githubusercontent.com/aliyun/cflue/ff28c38f9618b51b6747f275b09d24c14fe58509/"
-        "data/knowledge/knowledge.json#sha256=e8473fc0d34973a3250532d9705a5432ddfb5481418bce70073d36b34f47fc79"
+        "url": "https://raw.githubusercontent.com/aliyun/cflue/"
+        "ff28c38f9618b51b6747f275b09d24c14fe58509/"
+        "data/knowledge/knowledge.json#sha256="
+        "e8473fc0d34973a3250532d9705a5432ddfb5481418bce70073d36b34f47fc79"
     },
     num_items=3864,
     scorer="choice",
