@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from dapo_core.config.train import LoraConfig
 from dapo_core.engines.base import Engine, GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.model.folder import read_config
 from dapo_core.model.inputs import ImageReference, ModelInput
+from dapo_core.model.lora import adapter_name, adapter_names, adapter_shapes
+from dapo_core.model.names import is_of_tower
 from dapo_core.model.pictures import ImageProcessor
 from tests.tiny_models import build_tiny, tiny_engine_settings
 from tests.tiny_vision import FAMILIES, build_tiny_vision, write_picture
@@ -130,6 +134,54 @@ def test_new_weights_reach_pictures_that_were_read_before(
     for prompt, old, new in zip(prompts, before, _finish(engine, prompts), strict=True):
         assert _difference(model, prompt, new) < TOLERANCE
         assert _difference(model, prompt, old) > 0.5
+
+
+def _require_log_probs(
+    engine: Engine, prompts: list[ModelInput], model_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The engine has the log-probs of the model with other tensors in its files."""
+    sequences = [(prompt, [7, 8, 9]) for prompt in prompts]
+    found = engine.log_probs(sequences)
+    engine.close()
+    changed = model_path.with_name("changed")
+    shutil.copytree(model_path, changed, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    model, old = _model(changed), _model(model_path)
+    for (prompt, ids), given in zip(sequences, found, strict=True):
+        expected = _expected(model, prompt, ids)
+        assert given == pytest.approx(expected.tolist(), abs=TOLERANCE)
+        assert (_expected(old, prompt, ids) - expected).abs().max() > 0.01
+    shutil.rmtree(changed)
+
+
+def test_a_frozen_tower_stays_beside_new_weights_of_the_decoder(
+    model_path: Path, prompts: list[ModelInput]
+) -> None:
+    tensors = load_file(model_path / "model.safetensors")
+    sent = {name: tensor + 0.02 for name, tensor in tensors.items() if not is_of_tower(name)}
+    engine = build_engine("vllm", model_path, replace(SETTINGS, freezes_tower=True), seed=0)
+    engine.load_weights(sent.items(), policy_version=1)
+    _require_log_probs(engine, prompts, model_path, tensors | sent)
+
+
+def test_an_adapter_of_the_decoder_has_the_names_of_the_files(tmp_path: Path) -> None:
+    """Those of Qwen2.5-VL are not the modules'."""
+    model_path, lora = build_tiny_vision(tmp_path / "m", "qwen2_5_vl"), LoraConfig(rank=8)
+    tensors, draw = load_file(model_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    adapter = {
+        name: torch.randn(shape, generator=draw) * 0.1
+        for name, shape in adapter_shapes(shapes, lora).items()
+    }
+    engine = build_engine("vllm", model_path, replace(SETTINGS, lora=lora), seed=0)
+    sent = {adapter_name(name): tensor for name, tensor in adapter.items()}
+    engine.load_weights(sent.items(), policy_version=1)
+    for name in tensors:
+        first, second = adapter_names(name)
+        if first in adapter:
+            tensors[name] = tensors[name] + lora.scale * adapter[second] @ adapter[first]
+    prompts = [_prompt(model_path, tmp_path, sizes) for sizes in SIZES]
+    _require_log_probs(engine, prompts, model_path, tensors)
 
 
 def test_an_aborted_response_continues_with_its_pictures(
