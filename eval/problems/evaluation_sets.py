@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.problems import ProblemsError
-from eval.problems.held_out import read_held_out
+from eval.problems.held_out import HeldOut, read_held_out
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.options import (
     LETTERS,
@@ -20,7 +20,8 @@ from eval.problems.options import (
     options_in,
     readings,
 )
-from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
+from eval.problems.pictures import PictureStore
+from eval.problems.prompts import DEFAULT, IMAGE, PLACE, Api, Template, find_template, make_prompt
 from eval.problems.registry import find_set
 from eval.problems.rows import INTEGER_ANSWER, QUESTION
 from eval.problems.sources import fetch
@@ -38,12 +39,15 @@ def load_set(
     api: Api = "chat",
     system_prompt: str | None = None,
     mode: Mode = "generate",
+    pictures: Path | None = None,
 ) -> EvaluationSet:
     """Load the items of an evaluation file as they are sent to the model.
 
     `source` is anything `fetch` accepts; None uses the benchmark's default. `prompt` is a template
     name or file. The mode `loglikelihood` ignores `api` and prepares options to be compared by
-    their log-probs. Raises ProblemsError.
+    their log-probs. The pictures of a file that is not prepared are stored in the folder
+    `pictures`, which must outlast the evaluation. Raises ProblemsError, and DownloadError for
+    pictures at a URL.
     """
     if source is None and benchmark is None:
         raise ProblemsError(
@@ -52,10 +56,12 @@ def load_set(
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
     if num_pictured := sum(bool(problem.images) for problem in held_out.problems):
-        raise ProblemsError(
-            f"{path}: {num_pictured} of {len(held_out.problems)} problems have pictures, which an "
-            "evaluation does not send; name a set of texts"
-        )
+        if api == "completions" or mode == "loglikelihood":
+            raise ProblemsError(
+                f"{path}: {num_pictured} of {len(held_out.problems)} problems have pictures, which "
+                "only chat requests can hold; set evaluate.api=chat and evaluate.mode=generate"
+            )
+        held_out = _with_files(path, held_out, pictures)
     if mode == "loglikelihood":
         template = _OPTIONS_TEMPLATE if prompt == DEFAULT else find_template(prompt, DEFAULT)
         template = replace(template, system=system_prompt)
@@ -73,10 +79,46 @@ def load_set(
             one.level,
             data_source=one.data_source or held_out.name,
             extra_info=one.extra_info,
+            images=one.images,
         )
         for one in held_out.problems
     )
+    _require_places(template, items)
     return EvaluationSet(items, held_out.name, template, held_out.grader, held_out.num_repeats)
+
+
+def _with_files(path: Path, held_out: HeldOut, folder: Path | None) -> HeldOut:
+    """Replace the pictures of the problems by their files, in `folder` unless prepared."""
+    if held_out.is_prepared:
+        problems = [
+            replace(one, images=tuple(path.parent / name for name in one.images))
+            for one in held_out.problems
+        ]
+        return replace(held_out, problems=tuple(problems))
+    if folder is None:
+        raise ProblemsError(f"{path} has pictures: prepare it with dapo prepare-data")
+    store, problems = PictureStore(folder), []
+    for one in held_out.problems:
+        stored = store.stored(one, path)
+        if isinstance(stored, Unusable):
+            raise ProblemsError(
+                f"{path}: {one.id} has {stored}; an evaluation needs every problem: correct the row"
+            )
+        problems.append(replace(stored, images=tuple(folder / name for name in stored.images)))
+    return replace(held_out, problems=tuple(problems))
+
+
+def _require_places(template: Template, items: Sequence[Item]) -> None:
+    """Raise ProblemsError if a prompt does not have a place for each of its pictures."""
+    for item in items:
+        contents = [one["content"] for one in item.prompt if not isinstance(one, str)]
+        num_places = sum(content.count(IMAGE) for content in contents)
+        if item.images and num_places != len(item.images):
+            raise ProblemsError(
+                f"the prompt of {item.id} has {num_places} {IMAGE}, but {len(item.images)} "
+                f"pictures; remove {IMAGE} from the template {template.name} (evaluate.prompt) and "
+                "from evaluate.system_prompt"
+            )
 
 
 def _items_with_options(problems: Sequence[Problem], template: Template) -> tuple[Item, ...]:

@@ -27,6 +27,7 @@ class HeldOut:
     template: str
     grader: GraderName
     num_repeats: int  # rows per problem
+    is_prepared: bool
 
 
 def read_held_out(path: Path, name: str | None = None) -> HeldOut:
@@ -70,6 +71,7 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
         template,
         grader,
         _num_repeats(", ".join(sorted(prepared)) or path.name, problems),
+        is_prepared,
     )
 
 

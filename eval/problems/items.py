@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from eval.answers.grading import GraderName
@@ -48,6 +49,13 @@ class Item:
     options: tuple[str, ...] = ()  # compared by their log-probs; if empty, a response is generated
     data_source: str | None = field(default=None, compare=False)  # for scorers, like extra_info
     extra_info: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    # one for each `<image>` in the prompt, named by the sha256 of its content
+    images: tuple[Path, ...] = field(default=(), compare=False)
+
+    @property
+    def image_names(self) -> list[str]:
+        """The file names of its pictures."""
+        return [file.name for file in self.images]
 
     @property
     def problem(self) -> str:

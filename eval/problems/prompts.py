@@ -113,6 +113,13 @@ TEMPLATES: dict[str, Template] = {
             PLACE + "\n\nPlease reason step by step, and put the letters of all right options "
             "within \\boxed{}, such as \\boxed{AC}.",
         ),
+        # verl's examples/data_preprocess/geo3k.py, for the reward that checks this format
+        Template(
+            "geo3k",
+            PLACE + " You FIRST think about the reasoning process as an internal monologue and "
+            "then provide the final answer. The reasoning process MUST BE enclosed within <think> "
+            "</think> tags. The final answer MUST BE put in \\boxed{}.",
+        ),
         Template("bare", PLACE),
         Template("given", PLACE),
     )

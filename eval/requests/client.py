@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -23,6 +24,7 @@ from eval.requests.identity import (
     read_logprobs,
     read_root,
 )
+from eval.requests.pictures import with_pictures
 from eval.requests.replies import Answer, ReplyError, read_answer, read_echoed
 from redaction import redact, redactor
 
@@ -85,15 +87,20 @@ class Connection:
         """Generate a response to an item, or rank its options if any. Raises RequestError."""
         if item.options:
             return await self.rank(str(item.prompt), item.options, sampling)
-        return await self.generate(item.prompt, sampling, sample)
+        return await self.generate(item.prompt, sampling, sample, item.images)
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, sample: int = 0, images: Sequence[Path] = ()
+    ) -> Answer:
         """Generate by chat/completions for messages, else completions. Raises RequestError.
 
         The timeout covers the whole request, even if bytes keep arriving.
         """
         is_chat = not isinstance(prompt, str)
-        fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        try:
+            fields = {"messages": with_pictures(prompt, images)} if is_chat else {"prompt": prompt}
+        except OSError as error:
+            raise RequestError(f"a picture cannot be read: {error}", is_final=True) from error
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
         path = "chat/completions" if is_chat else "completions"
         return await self._ask(path, body, partial(read_answer, clean=self._clean))

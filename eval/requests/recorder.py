@@ -22,6 +22,7 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.requests.dispatch import Batch, Outcome, Request
 from eval.requests.identity import HAS_FILES, Weights
+from eval.results.pictures import keep_pictures
 from eval.results.rows import (
     GRADING_SETTINGS,
     RESULTS_FILE,
@@ -77,6 +78,7 @@ class Recorder:
         self.name, self.folder, self.settings = benchmark.name, benchmark.output_dir, settings
         self._benchmark, self._grader = benchmark, grader
         self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
+        keep_pictures(items, self.folder)
         self._expected = [
             (item, sample) for item in items for sample in range(self._sampling.num_samples)
         ]
@@ -323,7 +325,9 @@ def _refuse_foreign(
     foreign = [
         row
         for key, row in rows.items()
-        if key not in expected or row.prompt != expected[key].prompt
+        if key not in expected
+        or row.prompt != expected[key].prompt
+        or (row.images or []) != expected[key].image_names
     ]
     if foreign:
         raise ResultsError(
@@ -382,6 +386,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         reasoning=reasoning,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
         details=answer.details if answer else None,
+        images=item.image_names or None,
     )
 
 

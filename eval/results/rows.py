@@ -66,6 +66,7 @@ class Row:
     reasoning_tokens: int | None = None  # counted by the server
     details: dict[str, Any] | None = None  # further grader results, such as a score
     aisbench: AISBench | None = None  # the second verdict, if AISBench's rule applies
+    images: list[str] | None = None  # names of files in the folder `images`, one per `<image>`
 
     @property
     def key(self) -> RowKey:
@@ -173,7 +174,9 @@ class Evaluation:
         """
         merged: dict[str, list[Row]] = {}
         for row in self.rows:
-            merged.setdefault(json.dumps([row.prompt, row.gold], sort_keys=True), []).append(row)
+            merged.setdefault(
+                json.dumps([row.prompt, row.images, row.gold], sort_keys=True), []
+            ).append(row)
         if len(merged) == len(self.items):
             return self
         k = min(map(len, merged.values()))
@@ -217,6 +220,7 @@ class Evaluation:
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
             fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
+            del fields["images"]  # not in the digests of earlier versions, which reports store
             digest.update(json.dumps(fields, default=vars).encode())
         return digest.hexdigest()
 
@@ -401,7 +405,9 @@ def make_settings(
         "grader": grader,
         "sampling": sampling.to_json(),
         "num_items": len(items),
-        "prompts": _digest([(item.id, item.prompt, *item.options) for item in items]),
+        "prompts": _digest(
+            [(item.id, item.prompt, *item.options, *item.image_names) for item in items]
+        ),
         "golds": _digest(
             [
                 (item.id, item.gold, item.subject, item.level, *_scorer_fields(item, grader))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,11 +111,13 @@ def evaluate(
 
     chosen = _chosen(dataset, data, suite, overrides or ())
     recipe = load_config_or_defaults(config, [*chosen, *(overrides or ())])
-    settings, sets = recipe.evaluate, load_sets(recipe, data, dataset)
-    server = Endpoint(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
-    identity, folder = served_model_identity(server), served_folder(server)
-    benchmarks = benchmarks_into(output, settings, sets, folder)
-    summaries = evaluate_all(benchmarks, server, limits=limits_of(settings), model_digest=identity)
+    settings, limits = recipe.evaluate, limits_of(recipe.evaluate)
+    with tempfile.TemporaryDirectory() as work:
+        sets = load_sets(recipe, data, dataset, Path(work))
+        server = Endpoint(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
+        identity, folder = served_model_identity(server), served_folder(server)
+        benchmarks = benchmarks_into(output, settings, sets, folder)
+        summaries = evaluate_all(benchmarks, server, limits=limits, model_digest=identity)
     for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
     _check_gates(output, settings, config if chosen else None)

@@ -15,7 +15,7 @@ from eval.report.pages import render
 from tasks.data.contamination import MIN_OVERLAP, RUN_WORDS, Hit, Mode
 
 if TYPE_CHECKING:
-    from tasks.data.pictures import PictureStore
+    from eval.problems.pictures import PictureStore
     from tasks.data.reading import SetCount
     from tasks.data.sources import Source
 

@@ -3,7 +3,6 @@
 TRAIN_FILE = "train.parquet"
 EVAL_FILE = "eval.parquet"
 BENCHMARKS = "benchmarks"
-IMAGES = "images"  # pictures by the sha256 of their content
 
 
 def benchmark_file(name: str) -> str:

@@ -16,12 +16,12 @@ from eval.problems import ProblemsError
 from eval.problems.files import merge_repeats
 from eval.problems.held_out import read_held_out
 from eval.problems.items import Problem
+from eval.problems.pictures import PictureStore
 from eval.problems.rows import read_chat
 from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
 from tasks.data.layout import BENCHMARKS, EVAL_FILE, TRAIN_FILE, benchmark_file
-from tasks.data.pictures import PictureStore
 from tasks.data.reading import (
     CONTRADICTED,
     HELD_OUT,

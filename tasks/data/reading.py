@@ -17,9 +17,9 @@ from dapo_core.reward.routing import routes, scorer_name
 from eval.problems import ProblemsError
 from eval.problems.files import iterate_problems
 from eval.problems.items import Problem
+from eval.problems.pictures import PictureStore
 from eval.problems.rows import QUESTION, Row, Unusable, read_chat
 from tasks.config import ChainConfig
-from tasks.data.pictures import PictureStore
 from tasks.data.sources import Source, eval_sources, train_sources
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from dapo_core.errors import ConfigError
 from downloads import OnProgress, Snapshot, Unreachable, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
+from eval.problems.pictures import picture_files
 from eval.problems.prompts import DEFAULT
 from eval.problems.recognition import recognize
 from eval.problems.registry import OWN, SETS, find_set
@@ -24,7 +25,6 @@ from tasks.artifacts.references import log_earlier, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig, SetConfig
-from tasks.data.pictures import picture_files
 from tasks.data.prompt_format import PromptFormat, find_format
 
 ARITHMETIC = "arithmetic"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +38,14 @@ _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequen
 
 
 def set_of(
-    settings: EvaluateConfig, problems: str | Path | None, name: str | None = None
+    settings: EvaluateConfig,
+    problems: str | Path | None,
+    name: str | None = None,
+    pictures: Path | None = None,
 ) -> EvaluationSet:
     """`load_set` with the settings' prompt and mode; `name` is the registered set, if any."""
-    return load_set(
-        problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode
-    )
+    prompt, system = settings.prompt, settings.system_prompt
+    return load_set(problems, name, prompt, settings.api, system, settings.mode, pictures)
 
 
 def benchmark_of(
@@ -60,35 +61,34 @@ def benchmark_of(
 
 
 def load_sets(
-    config: ChainConfig, problems: str | None, name: str | None = None
+    config: ChainConfig, problems: str | None, name: str | None, work: Path
 ) -> dict[str, EvaluationSet]:
     """The sets of evaluate.benchmarks by name, prepared as in a run; else one set under "".
 
     That set is `problems` (of the registered set `name`, if given), or set `name` from its default
     source. data.columns, and those of a set of data.eval with its prompt, apply to files that have
-    all of them; prepared files do not. Raises ProblemsError for bad rows.
+    all of them; prepared files do not. Pictures are stored in the folder `work`. Raises
+    ProblemsError for bad rows.
     """
     settings = config.evaluate
     own = None if problems is None or name is not None else _own_set(config, Path(problems))
     if not settings.benchmarks and own is None:
-        return {"": set_of(settings, problems, name)}
-    from tasks.data.pictures import PictureStore
+        return {"": set_of(settings, problems, name, work)}
+    from eval.problems.pictures import PictureStore
     from tasks.data.prepare import write_held_out  # imports pyarrow
     from tasks.data.sources import benchmark_sources, eval_sources
 
     if own is not None and not settings.benchmarks:
         asked = config.data.model_copy(update={"eval": (own,)})
-        with tempfile.TemporaryDirectory() as work:
-            file = Path(work) / f"{Path(own.set).stem}.parquet"
-            sources = eval_sources(config.model_copy(update={"data": asked}))
-            write_held_out(config, sources, file, PictureStore(Path(work)))
-            return {"": set_of(settings, file)}
+        file = work / f"{Path(own.set).stem}.parquet"
+        sources = eval_sources(config.model_copy(update={"data": asked}))
+        write_held_out(config, sources, file, PictureStore(work))
+        return {"": set_of(settings, file)}
     found = {}
-    with tempfile.TemporaryDirectory() as work:
-        for name, source in benchmark_sources(config).items():
-            file = Path(work) / benchmark_file(name)
-            write_held_out(config, [source.here(default_cache())], file, PictureStore(Path(work)))
-            found[name] = set_of(settings.of(settings.named[name]), file)
+    for name, source in benchmark_sources(config).items():
+        file = work / benchmark_file(name)
+        write_held_out(config, [source.here(default_cache())], file, PictureStore(work))
+        found[name] = set_of(settings.of(settings.named[name]), file)
     return found
 
 

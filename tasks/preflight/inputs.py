@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from dapo_core.model.lora import full_model
 from eval.problems.files import read_problems
+from eval.problems.pictures import PictureStore
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
-from tasks.data.pictures import PictureStore
 from tasks.data.prepare import held_out_files, read_prepared, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources

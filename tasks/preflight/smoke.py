@@ -99,7 +99,7 @@ def _ask_server(
     began = time.monotonic()
     prompt = (
         evaluation.items[0].prompt
-        if evaluation is not None
+        if evaluation is not None and not evaluation.items[0].images
         else ({"role": "user", "content": TEXT},)
     )
     if config.model.chat_template is not None:  # added by fetch-model; this folder may not have it

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import link_or_copy
+from eval.problems.pictures import IMAGES
 from eval.requests.recorder import Benchmark
 from eval.results.rows import SUMMARY_FILE, ResultsError
 from eval.results.suite import Member, describe_suite, is_single, read_suite, write_suite
@@ -131,9 +132,12 @@ def _link_files(source: Path, target: Path) -> None:
     for path in [*target.iterdir()]:
         if path.is_file():
             path.unlink()
-    for path in source.iterdir():
+    for path in [*source.iterdir(), *(source / IMAGES).glob("*")]:
         if path.is_file() and path.name != MANIFEST_NAME:
-            link_or_copy(path, target / path.name)
+            linked = target / path.relative_to(source)
+            linked.parent.mkdir(exist_ok=True)
+            linked.unlink(missing_ok=True)
+            link_or_copy(path, linked)
 
 
 def suite_metrics(

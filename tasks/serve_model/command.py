@@ -15,6 +15,7 @@ from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
 from dapo_core.machine.environment import PASSIVE_WAITING
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from dapo_core.model.lora import Adapter, open_adapter, vllm_rank
+from dapo_core.model.pictures import IMAGE_TOKEN
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
 from tasks.serve_model.failure import ServeError
@@ -81,11 +82,15 @@ def _adapter_options(adapter: Adapter, name: str) -> list[str]:
 def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConfig:
     """The settings; on a CPU without chunked prefill, and in float32 if that is faster.
 
-    `model` is the content of config.json.
+    `model` is the content of config.json. If it reads pictures, no memory is planned for videos,
+    which nothing sends.
 
     vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use
     offset". Its own dtype `auto` is half precision on every CPU.
     """
+    if IMAGE_TOKEN in model:
+        extra = ("--limit-mm-per-prompt", '{"video": 0}', *settings.extra_args)
+        settings = settings.model_copy(update={"extra_args": extra})
     if vllm_device().kind != "cpu":
         return settings
     text = model.get("text_config", model)

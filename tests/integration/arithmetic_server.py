@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         if "logprobs" in body:
             self.show_weights(body)
             return
-        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        prompt = body["prompt"] if "prompt" in body else text_of(body["messages"][-1]["content"])
         with self.server.lock:
             self.server.asked[prompt] += 1
             attempt = self.server.asked[prompt]
@@ -127,6 +127,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log."""
+
+
+def text_of(content: Any) -> str:
+    """The text of a message, with `<image>` for pictures."""
+    is_text = isinstance(content, str)
+    return content if is_text else "".join(part.get("text", "<image>") for part in content)
 
 
 Behaviour = Callable[[Handler, str, int], bool]

@@ -14,11 +14,11 @@ from eval.endpoint import Endpoint, Sampling
 from eval.logs.regrade import regrade
 from eval.problems import ProblemsError
 from eval.problems.evaluation_sets import load_set
+from eval.problems.pictures import PictureStore
 from eval.report.compare import compare
 from eval.report.report import make_report, render_markdown
 from eval.results.rows import read_rows
 from flows.config import load_config_or_defaults
-from tasks.data.pictures import PictureStore
 from tasks.data.prepare import write_held_out
 from tasks.data.sources import eval_sources
 from tests.evaluations import evaluate

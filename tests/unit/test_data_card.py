@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eval.problems.pictures import PictureStore
 from eval.problems.registry import OWN
 from eval.problems.rows import Split
 from eval.report.compare import compare_evaluations
@@ -16,7 +17,6 @@ from eval.report.report import Provenance, make_report, render_html, render_mark
 from tasks.config.data import SetConfig
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
-from tasks.data.pictures import PictureStore
 from tasks.data.prompt_format import PromptFormat
 from tasks.data.reading import MAX_EXAMPLES, SetCount
 from tasks.data.sources import Source

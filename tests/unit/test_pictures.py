@@ -312,8 +312,8 @@ def test_texts_and_pictures_mix_and_texts_alone_have_no_column(tmp_path: Path) -
     (text,) = prepare(recipe(folder, write(folder / "t.jsonl", [TEXT])), folder)
     assert "images" not in text
     assert not (folder / "prepared" / "images").exists()
-    with pytest.raises(ProblemsError, match="1 of 2 problems have pictures"):
-        load_set(tmp_path / "m.jsonl")
+    with pytest.raises(ProblemsError, match="1 of 2 problems have pictures, which only chat"):
+        load_set(tmp_path / "m.jsonl", api="completions")
 
 
 @pytest.fixture

@@ -129,6 +129,8 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
         *settings.extra_args,
     )
+    pictured = on_this_device(settings, {"image_token_id": 7}).extra_args
+    assert [*pictured[added:-1]] == ["--limit-mm-per-prompt", '{"video": 0}']
 
 
 def test_the_logged_command_can_be_typed_and_contains_no_key() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from eval.problems.items import Problem
 from eval.problems.rows import (
     CHAT,
+    IMAGES,
     SOLVED,
     ProblemSet,
     Row,
@@ -17,7 +18,9 @@ from eval.problems.rows import (
     problem_of,
     read_chat,
     text_of,
+    with_images,
 )
+from eval.problems.values import images_in
 
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -82,10 +85,13 @@ def after_hashes(answer: str) -> str:
     return needed(number.strip().replace(",", "") if hashes else "", "no answer after ####")
 
 
+_read_geometry_text = _reader("problem", "answer", str.strip)
+
+
 def read_geometry(row: Row) -> Problem:
-    """Read {images, problem, answer} without the images and their `<image>` placeholders."""
-    text = needed((text_of(row, "problem") or "").replace("<image>", "").strip(), "no problem")
-    return problem_of(row, text, needed(text_of(row, "answer"), "no answer"))
+    """Read {images, problem, answer}, whose `<image>` are the places of the images."""
+    problem = _read_geometry_text(row)
+    return with_images(problem, images_in(row, IMAGES))
 
 
 def read_olympiad(row: Row) -> Problem:
@@ -197,12 +203,14 @@ TRAINING_SETS = (
     ),
     ProblemSet(
         name="geometry3k",
-        about="2,101 training and 601 test geometry problems, without diagrams (arXiv:2105.04165)",
+        about="2,101 training and 601 test geometry problems with diagrams (arXiv:2105.04165)",
         licence="MIT",
-        schemas=(Schema(("problem", "answer"), read_geometry, is_common=True),),
+        schemas=(Schema(("images", "problem", "answer"), read_geometry, is_common=True),),
         train={"huggingface": _GEOMETRY3K.format("train")},
         test={"huggingface": _GEOMETRY3K.format("test")},
         num_items=601,
+        scorer="geo3k",
+        template="geo3k",
     ),
 )
 ARITHMETIC = ProblemSet(

@@ -17,11 +17,11 @@ from eval.problems.files import columns_of, iterate_rows
 from eval.problems.items import Problem
 from eval.problems.rows import Split
 from eval.problems.values import Unusable, images_in
-from tasks.data.layout import IMAGES
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
+IMAGES = "images"  # the folder of pictures, named by the sha256 of their content
 MAX_BYTES = 64 * 1024**2  # of an encoded picture
 LARGE = "a picture of more than 64 MiB"
 MILLIONS = 50  # of pixels of a decoded one, each of which takes up to 8 bytes here
