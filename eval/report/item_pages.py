@@ -11,19 +11,23 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from eval.problems.pictures import IMAGES
 from eval.report.compare import MAX_RESPONSE_CHARS, shown_sample
 from eval.report.formulas import Formulas
 from eval.report.pages import render
+from eval.results.pictures import data_url
 from eval.results.rows import Evaluation, Row, Samples, is_answered, num_right
 from redaction import redact
 
 MAX_PAGE_CHARS = 24_000_000  # over all responses; beyond it the page refers to results.jsonl
 MIN_RESPONSE_CHARS = 400
 MAX_FORMULAS = 20_000  # about a third of a millisecond each
+MAX_PICTURE_CHARS = 12_000_000  # of data URLs over all items; beyond it the page names the files
 CHUNK_CHARS = 500_000  # of HTML, before compression
 _MAX_CELL_CHARS = 100  # per answer in the list
 
@@ -43,6 +47,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
     pairs.sort(key=_place)
     rows = [row for pair in pairs for samples in pair for row in samples]
     texts = _Texts(len(rows) + sum(row.reasoning is not None for row in rows))
+    pictures = _Pictures([one.folder for one in (before, after) if one.folder is not None])
     chunks: list[list[str]] = [[]]
     size = 0
     index = []
@@ -50,7 +55,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
         if size > CHUNK_CHARS:
             chunks.append([])
             size = 0
-        body = _body(pair, texts)
+        body = _body(pair, texts, pictures)
         index.append([*_index_entry(pair), len(chunks) - 1, len(chunks[-1])])
         chunks[-1].append(body)
         size += len(body)
@@ -96,6 +101,24 @@ class _Texts:
         return num_cut + start, self._formulas.render(text[start:])
 
 
+class _Pictures:
+    """Inlines pictures of results folders until the page is full."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._left = MAX_PICTURE_CHARS
+
+    def url_of(self, name: str) -> str | None:
+        """The picture as a data URL; None if its file is missing or the page is full."""
+        files = (folder / IMAGES / name for folder in self._folders)
+        file = next((file for file in files if file.is_file()), None)
+        if file is None or file.stat().st_size * 4 > self._left * 3:
+            return None
+        url = data_url(file)
+        self._left -= len(url)
+        return url
+
+
 def _start_of_end(text: str, max_chars: int, is_cut: bool) -> int:
     """Start of the last `max_chars`, moved to a paragraph, line or word to keep formulas whole."""
     if len(text) <= max_chars and not is_cut:
@@ -121,7 +144,7 @@ def _index_entry(pair: tuple[Samples, Samples]) -> list[Any]:
     return [first.id, *groups, first.gold[:_MAX_CELL_CHARS], direction, *sides]
 
 
-def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
+def _body(pair: tuple[Samples, Samples], texts: _Texts, pictures: _Pictures) -> str:
     direction = direction_of(pair)
     sides = [
         {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, right)}
@@ -131,7 +154,13 @@ def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
         )
     ]
     first = pair[0][0]
-    return render("item.html.j2", problem=texts.end_of(first.problem), gold=first.gold, sides=sides)
+    return render(
+        "item.html.j2",
+        problem=texts.end_of(first.problem),
+        pictures=[(name, pictures.url_of(name)) for name in first.images or ()],
+        gold=first.gold,
+        sides=sides,
+    )
 
 
 def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:

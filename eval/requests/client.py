@@ -98,7 +98,11 @@ class Connection:
         """
         is_chat = not isinstance(prompt, str)
         try:
-            fields = {"messages": with_pictures(prompt, images)} if is_chat else {"prompt": prompt}
+            fields: dict[str, Any] = (
+                {"prompt": prompt}
+                if isinstance(prompt, str)
+                else {"messages": with_pictures(prompt, images)}
+            )
         except OSError as error:
             raise RequestError(f"a picture cannot be read: {error}", is_final=True) from error
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.problems.prompts import IMAGE, Message, with_parts
-
-_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
+from eval.results.pictures import data_url
 
 
 def with_pictures(messages: Sequence[Message], files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -33,9 +31,3 @@ def with_pictures(messages: Sequence[Message], files: Sequence[Path]) -> list[di
         ]
         sent.append({**message, "content": parts})
     return sent
-
-
-def data_url(file: Path) -> str:
-    """Return a picture as a URL that holds its content."""
-    content = base64.b64encode(file.read_bytes()).decode()
-    return f"data:{_TYPES[file.suffix]};base64,{content}"

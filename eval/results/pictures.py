@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,8 @@ from durable import link_or_copy
 from eval import InputError
 from eval.problems.items import Item
 from eval.problems.pictures import IMAGES
+
+_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
 
 
 def keep_pictures(items: Iterable[Item], folder: Path) -> None:
@@ -36,3 +39,9 @@ def _is_intact(file: Path) -> bool:
         return hashlib.sha256(file.read_bytes()).hexdigest() == file.stem
     except OSError:
         return False
+
+
+def data_url(file: Path) -> str:
+    """Return a picture as a URL that holds its content."""
+    content = base64.b64encode(file.read_bytes()).decode()
+    return f"data:{_TYPES[file.suffix]};base64,{content}"

@@ -142,6 +142,7 @@ class Evaluation:
     settings: dict[str, Any]
     items: dict[str, Samples]
     num_samples: int  # k
+    folder: Path | None = None  # of its results, with their pictures
 
     @staticmethod
     def of(settings: dict[str, Any], rows: Iterable[Row]) -> Evaluation:
@@ -189,7 +190,7 @@ class Evaluation:
             for rows in merged.values()
             for number, row in enumerate(rows[:k])
         ]
-        return Evaluation.of(self.settings, rows)
+        return replace(Evaluation.of(self.settings, rows), folder=self.folder)
 
     @property
     def rows(self) -> list[Row]:
@@ -264,7 +265,7 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
             "finish, or lines were lost since. Run the same evaluation again; only missing "
             "requests are sent."
         )
-    return Evaluation.of(settings, rows.values())
+    return replace(Evaluation.of(settings, rows.values()), folder=directory)
 
 
 def _is_complete(settings: Mapping[str, Any]) -> bool:

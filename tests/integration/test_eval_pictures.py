@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems import ProblemsError
 from eval.problems.evaluation_sets import load_set
 from eval.problems.items import EvaluationSet
+from eval.report import item_pages
+from eval.report.item_pages import pack_items
 from eval.results.rows import load_evaluation
 from flows.cli import app
 from tasks.data.prepare import build_dataset
@@ -151,6 +155,35 @@ def test_prompts_with_places_for_other_pictures_are_refused(rows: Path, tmp_path
         load_set(rows, None, str(template), pictures=tmp_path)
     with pytest.raises(ProblemsError, match=r"set evaluate\.api=chat"):
         load_set(rows, None, "bare", "completions", pictures=tmp_path)
+
+
+def test_the_report_shows_the_pictures_beside_the_answers(
+    server: ArithmeticServer, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sides = asked_of(rows, tmp_path), [tmp_path / side for side in ("before", "after")]
+    for side in sides:
+        evaluate(asked, Endpoint(server.url, "m"), SAMPLING, side)
+    server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{4}")
+    evaluate(asked, Endpoint(server.url, "m"), SAMPLING, tmp_path / "other")
+    words = ["compare", str(sides[0]), str(tmp_path / "other"), "--output", str(tmp_path / "r")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "img-src data:;" in page
+
+    def urls() -> list[int]:
+        packed = pack_items(*(load_evaluation(side) for side in sides))
+        [chunk] = [json.loads(gzip.decompress(base64.b64decode(one))) for one in packed.chunks]
+        found = [
+            re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', body) for body in chunk
+        ]
+        assert all(base64.b64decode(url) in contents for one in found for url in one)
+        return [len(one) for one in found]
+
+    contents = {(rows.parent / name).read_bytes() for name in ("a.png", "b.png")}
+    assert urls() == [1, 1, 2, 0]
+    monkeypatch.setattr(item_pages, "MAX_PICTURE_CHARS", 10_000)
+    assert urls() == [1, 1, 0, 0]
 
 
 def test_geometry3k_is_asked_as_published(tmp_path: Path) -> None:
