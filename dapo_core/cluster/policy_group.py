@@ -57,7 +57,8 @@ class PolicyGroup:
         if self.config.algorithm.routing_replay == "rollout" and batch.routing is None:
             raise RolloutError(
                 f"the engines recorded no routing for any of {batch.num_responses} responses, so "
-                "there is nothing to replay; set algorithm.routing_replay=off"
+                "there is nothing to replay, as with vLLM 0.23, whose CPU kernel calls no router; "
+                "set rollout.engine=hf or algorithm.routing_replay=off"
             )
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
             with timer.phase("old_log_prob"):

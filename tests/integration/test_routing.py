@@ -289,7 +289,7 @@ def test_a_training_replays_its_engine_also_in_groups_from_a_checkpoint(
 def test_a_replay_of_nothing_is_not_a_silent_training_without_replay() -> None:
     config = make_config(algorithm={"routing_replay": "rollout"})
     group = PolicyGroup([], config, Threads(), hidden_size=64)
-    with pytest.raises(RolloutError, match="recorded no routing for any of 3 responses"):
+    with pytest.raises(RolloutError, match=r"no routing for any of 3 responses.*vLLM 0\.23"):
         group.anchor(_batch(), PhaseTimer())
 
 
