@@ -87,6 +87,8 @@ def evaluated(
                 for path in made.iterdir():
                     path.rename(target / path.name)
                 made.rmdir()
+                (target / "images").mkdir()
+                (target / "images" / "a.png").write_bytes(b"a picture")
                 (target / "summary.json").write_text('{"accuracy": 0.5, "n": 3}')
         return suite_metrics(config, asked, folder)
 
@@ -129,8 +131,8 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     assert describe_benchmarks(asked) == "evaluates mine; in the store sampled, arithmetic"
     assert list(read_suite(after.path)) == ["sampled", "mine", "arithmetic"]
     for name in ("sampled", "arithmetic"):
-        files = [Path(one.path) / name / "results.jsonl" for one in (before, after)]
-        assert os.path.samefile(*files)
+        for file in ("results.jsonl", "images/a.png"):
+            assert os.path.samefile(*(Path(one.path) / name / file for one in (before, after)))
     suite = describe_suite(after.path)
     assert (suite.headline, [one.weight for one in suite.members]) == ("mine", [2.0, 1.0, 1.0])
     metrics = after.manifest()["metrics"]
@@ -155,7 +157,7 @@ def test_a_benchmark_alone_and_in_a_suite_share_results(tmp_path: Path) -> None:
     assert asked_of(suite, data)[0].stored == Path(artifact.path)
     together, _ = evaluated(suite, data)
     files = {path.name for path in (Path(together.path) / "arithmetic").iterdir()}
-    assert files == {"results.jsonl", "settings.json", "summary.json"}
+    assert files == {"images", "results.jsonl", "settings.json", "summary.json"}
 
 
 def test_damaged_results_are_evaluated_again(
