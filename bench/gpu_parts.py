@@ -486,7 +486,9 @@ def measure_training(sizes: Sizes, device: Device, scratch: Path, record: Record
         recipe = WarmStartConfig(num_steps=sizes.warm_steps)
         num_threads = min(len(os.sched_getaffinity(0)), 8)
         row |= {
-            "seconds": build_model(problems, scratch / "model", recipe, 0, num_threads)["seconds"]
+            "seconds": build_model(problems, scratch / "model", recipe, 0, num_threads=num_threads)[
+                "seconds"
+            ]
         }
     is_short = sizes is TINY
     config = TrainingConfig.model_validate(

@@ -23,6 +23,7 @@ from dapo_core.memory.plan import PHASES
 from interop.table import BLOCKING
 from redaction import redact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
+from tasks.data.sources import GENERATED
 from tasks.preflight.environment import STATUSES, Variable
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def print_sets(sets: Sequence[ProblemSet]) -> None:
         uses = [
             f"{use}*" if split in one.unpinned else use for use, split, sources in kinds if sources
         ]
-        uses = uses or ["generated" if one.name == "arithmetic" else "your own files"]
+        uses = uses or ["generated" if one.name in GENERATED else "your own files"]
         table.add_row(one.name, ", ".join(uses), one.about, one.scorer, one.licence)
     print_table(table)
     typer.echo("* the default source is a branch, not a commit: its rows may change (docs/data.md)")

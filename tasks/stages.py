@@ -84,6 +84,7 @@ PREPARE_DATA = Stage(
         "run.seed",
         "data.arithmetic",
         "data.image_max_pixels",
+        "data.shapes",
         "data.contamination",
         "data.max_refused_ratio",
     ),
@@ -92,6 +93,7 @@ PREPARE_DATA = Stage(
         "eval/problems",
         "eval/answers",
         "dapo_core/demo/arithmetic.py",
+        "dapo_core/demo/shapes.py",
         # checks that every data source has a scorer
         "dapo_core/reward",
         "dapo_core/config/compat.py",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_core.errors import DataError
@@ -183,11 +183,6 @@ def answer(subject: str, operands: Sequence[int]) -> int:
         "two_step": a + b - sum(rest),
     }
     return results[subject]
-
-
-def is_generated(extra_info: Mapping[str, Any]) -> bool:
-    """Return whether a row with this extra_info is a generated problem, with a known solution."""
-    return bool(extra_info.get("operands"))
 
 
 def worked_solution(subject: str, operands: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Model of the demo recipes: a small Qwen3 or Qwen3-MoE that solves some arithmetic problems.
+"""Model of the demo recipes: a small Qwen3, -MoE or -VL that solves some generated problems.
 
 Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors,
 generation_config. The supervised warm start is deliberately short, to leave room for reinforcement
@@ -11,28 +11,41 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from dapo_core.config.warm_start import WarmStartConfig
-from dapo_core.demo.arithmetic import Row, is_generated, quick_solution, worked_solution
-from dapo_core.demo.recipe_model import VOCAB_SIZE, recipe_config
+from dapo_core.demo.arithmetic import Row, quick_solution, worked_solution
+from dapo_core.demo.generated import is_generated
+from dapo_core.demo.recipe_model import MERGE, PATCH, ROPE_SECTIONS, VOCAB_SIZE, recipe_config
+from dapo_core.draw.encoding import PromptEncoder
 from dapo_core.errors import ModelError
+from dapo_core.model.inputs import ImageReference, rope_positions
+from eval.problems.prompts import IMAGE
+from eval.problems.rows import read_chat
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 OnStep = Callable[[int, int, float], None]  # step, number of steps, loss
 
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CONTENT = "{{ message['content'] }}"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
-    "}}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n" + CONTENT + "<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS = (  # content of a model that reads pictures
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+)
+MIN_PIXELS, MAX_PIXELS = 16 * 16, 128 * 128  # of a picture
 IGNORED_LABEL = -100
 NUM_REPORTS = 10
 WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
@@ -52,15 +65,16 @@ def build_model(
     output_dir: Path,
     recipe: WarmStartConfig,
     seed: int,
+    data_folder: Path = Path(),
     num_threads: int = 2,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
     """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and
     seconds.
 
-    Deterministic on the same machine; restores the caller's random state and number of threads.
-    Rows that are not generated problems are skipped, because their solutions are unknown; raises
-    ModelError if no other row is left.
+    The rows' pictures are files in `data_folder`. Deterministic on the same machine; restores the
+    caller's random state and number of threads. Rows that are not generated problems are skipped,
+    because their solutions are unknown; raises ModelError if no other row is left.
     """
     started = time.monotonic()
     num_rows, train_rows = (
@@ -69,23 +83,25 @@ def build_model(
     )
     if not train_rows:
         raise ModelError(
-            f"none of {num_rows} training rows is a generated arithmetic problem, but a warm start "
-            "only knows the "
-            "solutions of these: set data.train=arithmetic, or model.source=path with a model"
+            f"none of {num_rows} training rows is a generated problem, but a warm start only knows "
+            "the solutions of these: set data.train to arithmetic or shapes, or model.source=path "
+            "with a model"
         )
-    tokenizer = train_tokenizer(train_rows)
+    tokenizer = train_tokenizer(train_rows, reads_pictures=recipe.vision_size > 0)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(output_dir)
     num_threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = create_model(tokenizer, recipe)
-            losses = warm_start(model, tokenizer, train_rows, recipe, on_step)
+            _save_processor(model.config, output_dir)
+            encoder = PromptEncoder(tokenizer, output_dir, data_folder)
+            losses = warm_start(model, encoder, train_rows, recipe, on_step)
     finally:
         torch.set_num_threads(num_threads_before)
-    output_dir.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
     num_last = max(1, len(losses) // NUM_REPORTS)
     return {
         "steps": len(losses),
@@ -96,7 +112,7 @@ def build_model(
     }
 
 
-def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
+def train_tokenizer(train_rows: list[Row], reads_pictures: bool) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on prompts and solutions: one token per digit, any text
     round-trips.
     """
@@ -113,7 +129,10 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD_TOKEN, "<|im_start|>", EOS_TOKEN],
+        special_tokens=[
+            *(PAD_TOKEN, "<|im_start|>", EOS_TOKEN),
+            *(IMAGE_TOKENS if reads_pictures else ()),
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -122,7 +141,7 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.replace(CONTENT, PARTS) if reads_pictures else CHAT_TEMPLATE,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
@@ -130,33 +149,65 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
 
 def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> PreTrainedModel:
     """Create the float32 model with random weights from torch's current random state."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    config = AutoConfig.for_model(
-        **recipe_config(recipe),
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=INITIALIZER_RANGE,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        GenerationConfig,
     )
-    model = AutoModelForCausalLM.from_config(config)
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    others = {
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": INITIALIZER_RANGE,
+        "rope_parameters": rope,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    sizes = recipe_config(recipe)
+    if recipe.vision_size:
+        rope |= {"mrope_section": ROPE_SECTIONS, "mrope_interleaved": True}
+        sizes["text_config"] |= others
+        sizes["vision_config"]["initializer_range"] = INITIALIZER_RANGE
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        ids = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
+        others = dict(zip(names, ids, strict=True))
+    config = AutoConfig.for_model(**sizes, **others, dtype="float32")
+    kind = AutoModelForImageTextToText if recipe.vision_size else AutoModelForCausalLM
+    model = kind.from_config(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
 
 
+def _save_processor(config: PretrainedConfig, folder: Path) -> None:
+    """Write what encodes pictures: the configuration, and the image processor if there is one."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    config.save_pretrained(folder)
+    if hasattr(config, "vision_config"):
+        size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+        processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size)
+        processor.save_pretrained(folder)
+
+
+class _Example(NamedTuple):
+    prompt_ids: list[int]
+    images: tuple[ImageReference, ...]
+    response_ids: list[int]
+
+
 def warm_start(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    encoder: PromptEncoder,
     train_rows: list[Row],
     recipe: WarmStartConfig,
     on_step: OnStep | None = None,
 ) -> list[float]:
     """Train the model on worked solutions; returns each step's loss in nats per response token."""
+    prompts = _prompts(encoder, train_rows)
     solutions = [_solution(row) for row in train_rows]
     first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
     optimizer = torch.optim.AdamW(
@@ -175,8 +226,11 @@ def warm_start(
         while len(order) < recipe.batch_size:
             order += torch.randperm(len(train_rows)).tolist()
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
-        examples = [_encode(tokenizer, train_rows[index], solutions[index]) for index in batch]
-        loss = _response_loss(model, examples, tokenizer.pad_token_id)
+        examples = [
+            _Example(*prompts[index], encoder.tokenizer.encode(solutions[index] + EOS_TOKEN))
+            for index in batch
+        ]
+        loss = _response_loss(model, examples, encoder)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -196,19 +250,39 @@ def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
 
 
 def _response_loss(
-    model: PreTrainedModel, examples: list[tuple[list[int], list[int]]], pad_token_id: int
+    model: PreTrainedModel, examples: list[_Example], encoder: PromptEncoder
 ) -> torch.Tensor:
     # Right padding needs no attention mask: with causal attention, no real token sees padding.
-    max_tokens = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in examples)
-    input_ids = torch.full((len(examples), max_tokens), pad_token_id)
+    max_tokens = max(len(one.prompt_ids) + len(one.response_ids) for one in examples)
+    input_ids = torch.full((len(examples), max_tokens), encoder.tokenizer.pad_token_id)
     labels = torch.full((len(examples), max_tokens), IGNORED_LABEL)
-    for row, (prompt_ids, response_ids) in enumerate(examples):
+    for row, (prompt_ids, _, response_ids) in enumerate(examples):
         num_prompt, num_tokens = len(prompt_ids), len(prompt_ids) + len(response_ids)
         input_ids[row, :num_tokens] = torch.tensor(prompt_ids + response_ids)
         labels[row, num_prompt:num_tokens] = torch.tensor(response_ids)
-    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+    pictures = _pictures(examples, max_tokens, encoder)
+    output = model.model(input_ids=input_ids, use_cache=False, **pictures)
+    hidden = output.last_hidden_state[:, :-1]
     is_response = labels[:, 1:] != IGNORED_LABEL
     return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
+
+
+def _pictures(
+    examples: list[_Example], max_tokens: int, encoder: PromptEncoder
+) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for the pictures of the examples, if there are any."""
+    images = [image for one in examples for image in one.images]
+    if not images:
+        return {}
+    pixels, grids = encoder.processor.pixels(images)
+    positions = [torch.from_numpy(rope_positions(max_tokens, one.images)) for one in examples]
+    return {
+        "pixel_values": pixels,
+        "image_grid_thw": grids,
+        "position_ids": torch.stack(positions, dim=1),
+        # else transformers takes a position that does not increase for the start of a sequence
+        "attention_mask": torch.ones(len(examples), max_tokens, dtype=torch.long),
+    }
 
 
 def _slanted_solutions(train_rows: list[Row]) -> list[str]:
@@ -217,26 +291,30 @@ def _slanted_solutions(train_rows: list[Row]) -> list[str]:
     return [
         _solution(
             row,
-            quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution,
+            quick_solution
+            if row["extra_info"].get("form") == "word" and quick
+            else worked_solution,
         )
         for row, quick in zip(train_rows, is_quick, strict=True)
     ]
 
 
 def _solution(row: Row, solve: Callable[[str, Sequence[int]], str] = worked_solution) -> str:
+    if not row["extra_info"].get("operands"):
+        return str(row["reward_model"]["ground_truth"])
     return solve(row["extra_info"]["subject"], row["extra_info"]["operands"])
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, row: Row, solution: str
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of the prompt, and of the solution with the end token."""
-    prompt = tokenizer.apply_chat_template(
-        row["prompt"], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
+def _prompts(
+    encoder: PromptEncoder, rows: list[Row]
+) -> list[tuple[list[int], tuple[ImageReference, ...]]]:
+    """Return the tokens and the pictures of each prompt."""
+    problems = list(map(read_chat, rows))
+    ids, lengths, images = encoder.encode(problems, encoder.render(problems))
+    prompts = np.split(ids, np.cumsum(lengths)[:-1])
+    return [(prompt.tolist(), shown) for prompt, shown in zip(prompts, images, strict=True)]
 
 
 def _corpus_text(row: Row) -> str:
-    prompt = "\n".join(message["content"] for message in row["prompt"])
+    prompt = "\n".join(message["content"].replace(IMAGE, "") for message in row["prompt"])
     return f"user\n{prompt}\nassistant\n{_solution(row)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from downloads.nearest import nearest
 from eval.problems import ProblemsError
 from eval.problems.rows import CHAT, ProblemSet
-from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
+from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, SHAPES, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 
-_SETS = (*TRAINING_SETS, CFLUE, ARITHMETIC, CHOICE, *BENCHMARKS, GPQA_DIAMOND)
+_SETS = (*TRAINING_SETS, CFLUE, ARITHMETIC, SHAPES, CHOICE, *BENCHMARKS, GPQA_DIAMOND)
 SETS: dict[str, ProblemSet] = {known.name: known for known in _SETS}
 SUITES: dict[str, tuple[str, ...]] = {
     "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva")

@@ -111,7 +111,9 @@ def _build_model(
     if data is None:
         raise ConfigError("model.source=recipe needs training rows; give their file with --data")
     rows = list(map(dict, iterate_rows(data)))
-    metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed, on_step=on_step)
+    metrics = build_model(
+        rows, folder, settings.model.recipe, settings.run.seed, data.parent, on_step=on_step
+    )
     typer.echo(
         f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}"
     )

@@ -22,6 +22,13 @@ class ArithmeticConfig(Section):
     seed: int | None = key(None, "Seed of the problems; unset: run.seed.", ge=0)
 
 
+class ShapesConfig(Section):
+    """The generated pictures of the set `shapes`."""
+
+    num_train: int = key(6000, "Training problems, with a picture each.", ge=16, le=1_000_000)
+    num_eval: int = key(300, "Held-out problems, with pictures of their own.", ge=1, le=100_000)
+
+
 class ColumnsConfig(Section):
     """Column names of the user's own rows; `a.b` is a key of an object. Unset: by usual names."""
 
@@ -132,6 +139,7 @@ class DataConfig(PromptsConfig):
         ge=1024,
     )
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
+    shapes: ShapesConfig = Field(default_factory=ShapesConfig)
 
     @field_validator("train", "eval", mode="before")
     @classmethod

@@ -34,7 +34,6 @@ from tasks.data.reading import (
     to_row,
 )
 from tasks.data.sources import (
-    ARITHMETIC,
     Source,
     benchmark_sources,
     eval_sources,
@@ -193,7 +192,7 @@ def _find_held_out(
 
         sets = dict(held_out)
         if source.is_generated:
-            sets.pop(ARITHMETIC, None)  # disjoint by construction
+            sets.pop(source.known.name, None)  # disjoint by construction
         found = find_hits(count.name, texts, sets) if sets and end > first else []
         found = _with_equal_pictures(found, spool, first, sets)
         rows, warning = rows_to_drop(found, end - first, config.data.contamination)

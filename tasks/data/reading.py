@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.demo.arithmetic import generate_problems
+from dapo_core.demo import arithmetic, shapes
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import routes, scorer_name
 from eval.problems import ProblemsError
@@ -20,7 +20,7 @@ from eval.problems.items import Problem
 from eval.problems.pictures import PictureStore
 from eval.problems.rows import QUESTION, Row, Unusable, read_chat
 from tasks.config import ChainConfig
-from tasks.data.sources import Source, eval_sources, train_sources
+from tasks.data.sources import SHAPES, Source, eval_sources, train_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,9 +203,13 @@ class Seen:
 
 
 def _generated(config: ChainConfig, source: Source) -> list[Row]:
+    if source.known.name == SHAPES:
+        pictures = config.data.shapes
+        num_rows = pictures.num_train if source.split == "train" else pictures.num_eval
+        return [*shapes.generate_problems(num_rows, config.run.seed, source.split == "test")]
     sizes = config.data.arithmetic
     seed = config.run.seed if sizes.seed is None else sizes.seed
-    pair = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, seed)
+    pair = arithmetic.generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, seed)
     return list(pair[0 if source.split == "train" else 1])
 
 

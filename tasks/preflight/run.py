@@ -12,7 +12,7 @@ from dapo_core.config.engine_args import require_known
 from dapo_core.config.fields import known_fields
 from dapo_core.config.loading import dump_config
 from dapo_core.config.training import TrainingConfig
-from dapo_core.demo.arithmetic import is_generated
+from dapo_core.demo.generated import is_generated
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
 from dapo_core.policy.requirements import require_trainable
@@ -175,8 +175,8 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
         findings.add(
             "model",
             FAIL,
-            "model.source=recipe is warmed up on generated arithmetic, and data.train has none",
-            "set data.train=arithmetic, or model.source=path with a model",
+            "model.source=recipe is warmed up on generated problems, and data.train has none",
+            "set data.train to arithmetic or shapes, or model.source=path with a model",
         )
 
 

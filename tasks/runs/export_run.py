@@ -25,7 +25,13 @@ from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
-from tasks.data.sources import all_sources, benchmark_sources, eval_sources, train_sources
+from tasks.data.sources import (
+    GENERATED,
+    all_sources,
+    benchmark_sources,
+    eval_sources,
+    train_sources,
+)
 from tasks.runs.history import (
     CONFIG_FILE,
     REPORT_FOLDER,
@@ -224,7 +230,7 @@ def _user_paths(config: ChainConfig) -> list[str]:
 
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    is_generated = config.data.eval[0].set == "arithmetic"
+    is_generated = config.data.eval[0].set in GENERATED
     default = "generated problems" if is_generated else "a set of the user's own"
     return report.get("headline") or report["settings"]["benchmark"] or default
 

@@ -10,17 +10,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.checkpoint.state import GROUPS_FILE
+from dapo_core.demo.recipe_model import recipe_config
+from dapo_core.demo.warm_start import build_model
 from dapo_core.errors import ConfigError
+from dapo_core.memory.shape import shape_of
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
-from flows.config import Config, resolve_config
+from flows.config import Config, load_config, resolve_config
 from tasks.data.prepare import build_dataset
 from tests.in_process import without_ray
 from tests.tiny_vision import build_tiny_vision, write_picture
 
 pytest.importorskip("torchvision", reason="vLLM's models that read pictures import it")
 
+RECIPES = Path(__file__).resolve().parents[2] / "configs"
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 3 - 1.0
@@ -123,3 +127,45 @@ def test_engine_and_policy_agree_on_pictures_after_every_update_and_a_resume(fol
     assert [[line[name] for name in names] for line in resumed] == [
         [line[name] for name in names] for line in whole
     ]
+
+
+def test_the_recipe_with_pictures_builds_its_model_and_trains_it(tmp_path: Path) -> None:
+    """configs/shapes_cpu_vl.yaml with less of everything."""
+    config = load_config(
+        RECIPES / "shapes_cpu_vl.yaml",
+        [
+            "data.shapes.num_train=96",
+            "data.shapes.num_eval=12",
+            "model.recipe.num_steps=40",
+            "model.recipe.batch_size=16",
+            "sampler.gen_prompts=8",
+            "sampler.dynamic=false",  # it has hardly learned to answer
+            "train.learning_rate=1e-3",
+            "train.train_prompts=8",
+            "train.mini_prompts=8",
+            "train.num_ranks=1",
+            "train.total_steps=2",
+            "rollout.memory_gigabytes=0.1",
+        ],
+    )
+    data, model = tmp_path / "data", tmp_path / "model"
+    data.mkdir()
+    build_dataset(config, data)
+    rows = pq.read_table(data / "train.parquet").to_pylist()
+    built = build_model(rows, model, config.model.recipe, 0, data, num_threads=1)
+    assert built["parameters"] == shape_of(recipe_config(config.model.recipe)).num_parameters
+    with without_ray():
+        train(
+            config,
+            data / "train.parquet",
+            model,
+            tmp_path / "t",
+            held_out_path=data / "eval.parquet",
+        )
+    lines = read_json_lines(tmp_path / "t" / METRICS_FILE)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["weight_sync/probe_difference"] < 1e-4
+        assert line["rollout/fresh_log_probs_diff_mean"] < 1e-4
+    assert max(line["actor/grad_norm"] for line in lines) > 0
+    assert lines[-1]["validation/num_prompts"] == 12

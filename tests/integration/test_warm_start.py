@@ -148,7 +148,7 @@ def test_rows_without_solutions_are_skipped_and_no_others_is_refused(
     """In a mixture that was read from parquet, every row has the columns of all."""
     foreign = {**train_rows[0], "extra_info": {"index": 0, "operands": None}}
     with pytest.raises(
-        ModelError, match=r"none of 2 training rows is a generated.*set data.train=arithmetic"
+        ModelError, match=r"none of 2 training rows is a generated.*set data.train to arithmetic"
     ):
         build_model([foreign, {**foreign, "extra_info": None}], tmp_path, _RECIPE, seed=0)
     short = _RECIPE.model_copy(update={"num_steps": 2})

@@ -573,7 +573,7 @@ def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) ->
     values = recipe(tmp_path, model).model_dump() | {"model": {"source": "recipe"}}
     values["data"] |= {"train": own}
     [finding] = found(resolve_config(values), FAIL)
-    assert "warmed up on generated arithmetic" in finding.found
+    assert "warmed up on generated problems" in finding.found
     values["data"] |= {"train": ["arithmetic", own]}
     assert found(resolve_config(values), FAIL) == []
 

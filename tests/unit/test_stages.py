@@ -47,6 +47,7 @@ READS = {
         "run.seed",
         "data.arithmetic.",
         "data.image_max_pixels",
+        "data.shapes.",
         "data.contamination",
         "data.max_refused_ratio",
     ),

@@ -220,6 +220,13 @@ ARITHMETIC = ProblemSet(
     schemas=(CHAT,),
     template="given",
 )
+SHAPES = ProblemSet(
+    name="shapes",
+    about="generated pictures of shapes to count and to find (data.shapes); nothing is fetched",
+    licence="Apache-2.0",
+    schemas=(CHAT,),
+    template="given",
+)
 BENCHMARKS = (
     ProblemSet(
         name="math500",
