@@ -108,8 +108,15 @@ BUILD_MODEL = Stage(
     name="fetch_model",
     about="Fetch or build a recipe's initial model, or fetch a baseline.",
     sections=("run.seed", "model.source", "model.recipe"),
-    code=("dapo_core/demo",),
-    packages=("torch", "transformers", "tokenizers"),
+    code=(
+        "dapo_core/demo",
+        "dapo_core/draw/encoding.py",
+        "dapo_core/model/inputs.py",
+        "dapo_core/model/pictures.py",
+        "eval/problems/prompts.py",
+        "eval/problems/rows.py",
+    ),
+    packages=("torch", "transformers", "tokenizers", "pillow"),
     hours=12.0,
 )
 # Fetched files are fixed by their commit, whatever code or packages fetch them.
