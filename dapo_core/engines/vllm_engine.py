@@ -38,10 +38,10 @@ from dapo_core.machine.environment import (
     VLLM_QUIET,
     set_defaults,
 )
-from dapo_core.model.folder import read_config
+from dapo_core.model.folder import IMAGE_TOKEN, read_config
 from dapo_core.model.inputs import ModelInput
 from dapo_core.model.lora import adapter_name, adapter_shapes, vllm_rank, write_adapter
-from dapo_core.model.pictures import IMAGE_TOKEN, ImageProcessor
+from dapo_core.model.pictures import ImageProcessor
 from dapo_core.model.routers import NO_ROUTING
 from dapo_core.model.sampling import read_eos_ids
 

@@ -22,6 +22,7 @@ WEIGHT_SUFFIXES = frozenset(
 )
 CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
+IMAGE_TOKEN = "image_token_id"  # in config.json of a model that reads pictures
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

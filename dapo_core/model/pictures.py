@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import DataError, ModelError
-from dapo_core.model.folder import read_config
+from dapo_core.model.folder import IMAGE_TOKEN, read_config
 from dapo_core.model.inputs import ImageReference
 from dapo_core.model.pretrained import model_errors
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-
-IMAGE_TOKEN = "image_token_id"  # in config.json
 
 
 def require_reads_pictures(model_path: str | Path) -> int:

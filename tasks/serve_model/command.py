@@ -14,8 +14,8 @@ from typing import Any
 from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
 from dapo_core.machine.environment import PASSIVE_WAITING
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
+from dapo_core.model.folder import IMAGE_TOKEN
 from dapo_core.model.lora import Adapter, open_adapter, vllm_rank
-from dapo_core.model.pictures import IMAGE_TOKEN
 from redaction import is_secret, redact
 from tasks.config.serve import ServeConfig
 from tasks.serve_model.failure import ServeError
