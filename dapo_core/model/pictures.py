@@ -27,7 +27,7 @@ def require_reads_pictures(model_path: str | Path) -> int:
         raise ModelError(
             f"the problems have pictures, but the model in {model_path} reads none (model_type "
             f"{config.get('model_type')}); use a vision-language model such as Qwen2.5-VL or "
-            "Qwen3-VL, or a set of texts"
+            "Qwen3-VL (model.source=recipe: set model.recipe.vision_size), or a set of texts"
         )
     return int(config[IMAGE_TOKEN])
 

@@ -42,3 +42,4 @@ def test_answers_depend_on_the_pictures(tmp_path: Path) -> None:
     assert summary.request_failed_rate == 0.0
     responses = [row.response for row in load_evaluation(output).rows]
     assert len({*responses}) == 3
+    assert "torch.set_num_threads" not in (tmp_path / "serve.log").read_text()
