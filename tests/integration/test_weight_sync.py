@@ -69,22 +69,9 @@ class InProcess:
         return [self.worker.log_probs(sequences)]
 
 
-@pytest.fixture(scope="module")
-def unpinned_indices() -> Iterator[None]:
-    """vLLM 0.23 pins adapters' indices on a CPU too, where a CUDA build of torch cannot."""
-    from vllm.utils import torch_utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(torch_utils, "async_tensor_h2d") and torch.version.cuda:
-            patch.setattr(torch_utils.async_tensor_h2d, "__defaults__", (False,))
-        yield
-
-
 @pytest.fixture(scope="module", params=[("qwen3", True)], ids=["tied"])
 def shared_cluster(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    unpinned_indices: None,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("sync")
     torch.distributed.init_process_group(
