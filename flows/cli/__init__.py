@@ -20,7 +20,7 @@ from flows.cli import chain, cluster, datasets, evaluation, history, migration, 
 UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
-CHAIN_MODULES = "prefect ray safetensors sqlalchemy torch transformers zlib_ng".split()
+CHAIN_MODULES = "peft prefect ray safetensors sqlalchemy torch transformers zlib_ng".split()
 ADVICE = (
     "This environment only has the evaluation commands: eval, grade, compare, export and datasets. "
     "For all: pip install '.[chain]' in the project folder, and vLLM for your device "

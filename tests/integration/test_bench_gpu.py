@@ -28,7 +28,7 @@ PRESENT = set(
 )
 CARRIED = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "blake3"}
 # what huggingface_hub and transformers import where it is installed
-OPTIONAL = {"dill", "h2", "hpack", "httpcore2", "httpx2", "hyperframe", "truststore"}
+OPTIONAL = {"dill", "h2", "hpack", "httpcore2", "httpx2", "hyperframe", "torchvision", "truststore"}
 REPORT_IMPORTS = """
 import json, sys
 class Absent:
@@ -141,7 +141,7 @@ def test_a_part_that_fails_or_hangs_is_a_row_with_its_error(
     monkeypatch.setitem(gpu.SHARES, "training", 0.2)
     options.device = "cpu"
     (row,) = gpu.run_part("training", options, environment, tmp_path)
-    assert row["error"].startswith("stopped at its share of 0 s")
+    assert row["error"].startswith("stopped at its share of 1 s")
     measured = {"part": "training", "case": "step 1", "reward": 0.25}
     report = {**gpu.machine(), "seconds": {"training": 1.0}, "rows": [measured, row]}
     assert "| step 1 | 0.25 |\n\n- the part: **stopped" in gpu.render(report)
