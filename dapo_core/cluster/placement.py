@@ -103,11 +103,14 @@ def place_roles(
 ) -> Places:
     """Reserve a place for each rank and engine part, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so consecutive ranks share a node if it has room. If colocated, rank i
-    and engine part i share a place. Raises ConfigError if the resources do not become free within
-    `max_seconds`.
+    Ranks and stages of engines fill node by node, so consecutive ones share a node if it has room.
+    If colocated, rank i and engine part i share a place. Raises ConfigError if the resources do
+    not become free within `max_seconds`.
     """
-    reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    reserved: list[list[Place]] = []
+    for demand in demands(config, device):
+        near = reserved[-1][-1].node if reserved else None
+        reserved.append(reserve(demand, groups, max_seconds, near))
     ranks = [] if config.train.is_colocated else reserved.pop(0)
     stages = [[place] for place in reserved[0]] if config.rollout.tensor_parallel == 1 else reserved
     size = config.rollout.pipeline_parallel
@@ -126,11 +129,20 @@ def half(place: Place) -> Place:
 
 
 def reserve(
-    demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
+    demand: Demand,
+    groups: list[PlacementGroup],
+    max_seconds: float = PLACEMENT_SECONDS,
+    near: str | None = None,
 ) -> list[Place]:
-    """Reserve places in a new placement group, added to `groups`; returns them by node."""
-    strategy = "STRICT_PACK" if demand.on_one_node else "PACK"
-    group = placement_group([demand.resources] * demand.count, strategy=strategy)
+    """Reserve places in a new placement group, added to `groups`; returns them by node.
+
+    Places on one node are on the node `near` if it has room.
+    """
+    bundles = [demand.resources] * demand.count
+    if demand.on_one_node:  # Ray has no public way to pack several groups
+        group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=near)
+    else:
+        group = placement_group(bundles, strategy="PACK")
     groups.append(group)
     _wait_until_placed(group, demand, max_seconds)
     nodes = placement_group_table(group)["bundles_to_node_id"]

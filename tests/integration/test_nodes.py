@@ -179,8 +179,6 @@ def free_devices() -> dict[str, float]:
 
 RECIPES = {path.stem: load_config(path) for path in sorted(CONFIGS.glob("*.yaml"))}
 RECIPES = {name: each for name, each in RECIPES.items() if each.train.backend == "own"}
-# A recipe for one node: among four free ones, Ray may place each engine's group on another.
-del RECIPES["gspo_qwen3_30b_a3b_math"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

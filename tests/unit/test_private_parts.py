@@ -27,6 +27,7 @@ def test_ray_still_binds_to_loopback_starts_processes_and_finds_clusters_as_expe
     from ray._private import ray_constants, services
     from ray._private.state import available_resources_per_node
     from ray._raylet import Config  # type: ignore[attr-defined]
+    from ray.util import placement_group
 
     assert ray_constants.ENABLE_RAY_CLUSTER is True
     assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)  # replaces a loopback address
@@ -35,6 +36,7 @@ def test_ray_still_binds_to_loopback_starts_processes_and_finds_clusters_as_expe
     assert parameters(available_resources_per_node) == []
     assert callable(Config.initialize)
     assert "_temp_dir" in inspect.getsource(ray.init)
+    assert "_soft_target_node_id" in parameters(placement_group)
 
 
 def test_ray_still_brings_the_jemalloc_that_keeps_a_rank_small(
