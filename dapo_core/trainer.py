@@ -219,8 +219,9 @@ class Trainer:
 
     def _publish(self, batch: Batch, policy_version: int, timer: PhaseTimer) -> dict[str, float]:
         """Send the weights to the engines; returns how far the worst engine is from the policy."""
+        probe = batch.probe
         with timer.phase("weight_sync"):
-            probed = self.cluster.policy.log_probs(batch.probe, temperature=1.0).log_probs
+            probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
         self.turns.enter("publish", timer)
         with timer.phase("weight_sync"):
             self.policy_version = policy_version
@@ -228,7 +229,7 @@ class Trainer:
         self.turns.enter("generate", timer)
         with timer.phase("weight_sync"):
             engines = self.cluster.rollouts.log_probs
-            difference = probe_difference(engines, batch.probe, probed, self.dtypes)
+            difference = probe_difference(engines, probe, probed, self.dtypes)
         return {"weight_sync/probe_difference": difference}
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:

@@ -28,7 +28,7 @@ MILLIONS = 50  # of pixels of a decoded one, each of which takes up to 8 bytes h
 MAX_RATIO = 200  # of its sides, as the models' processors allow
 _EXTENSIONS = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}  # stored as they are
 _DATA_URL = "data:"
-_ADDRESSES = ("http://", "https://", _DATA_URL)
+_ADDRESSES = ("http://", "https://")
 _READABLE = (*_EXTENSIONS, "BMP", "GIF", "TIFF")
 
 
