@@ -113,7 +113,7 @@ def evaluate(
     recipe = load_config_or_defaults(config, [*chosen, *(overrides or ())])
     settings, limits = recipe.evaluate, limits_of(recipe.evaluate)
     with tempfile.TemporaryDirectory() as work:
-        sets = load_sets(recipe, data, dataset, Path(work))
+        sets = load_sets(recipe, Path(work), data, dataset)
         server = Endpoint(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
         identity, folder = served_model_identity(server), served_folder(server)
         benchmarks = benchmarks_into(output, settings, sets, folder)

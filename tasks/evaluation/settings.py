@@ -61,7 +61,7 @@ def benchmark_of(
 
 
 def load_sets(
-    config: ChainConfig, problems: str | None, name: str | None, work: Path
+    config: ChainConfig, work: Path, problems: str | None = None, name: str | None = None
 ) -> dict[str, EvaluationSet]:
     """The sets of evaluate.benchmarks by name, prepared as in a run; else one set under "".
 

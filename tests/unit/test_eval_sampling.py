@@ -171,7 +171,7 @@ def test_data_columns_map_a_file_s_columns(tmp_path: Path) -> None:
     own.write_text("number,question,result\nA7,What is 1 + 1?,2\n")
     columns = ("id=number", "problem=question", "answer=result")
     config = load_config_or_defaults(None, [f"data.columns.{column}" for column in columns])
-    [item] = load_sets(config, str(own), None, tmp_path)[""].items
+    [item] = load_sets(config, tmp_path, str(own))[""].items
     assert (item.id, item.gold) == ("A7", "2")
 
 
@@ -185,10 +185,10 @@ def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) 
         f"data: {{train: arithmetic, eval: [{{set: {own}, {columns}, system_prompt: Add.}}]}}\n"
     )
     config = load_config_or_defaults(path)
-    [item] = load_sets(config, str(own), None, tmp_path)[""].items
+    [item] = load_sets(config, tmp_path, str(own))[""].items
     assert (item.gold, item.prompt[0]["content"]) == ("2", "Add.")
     with pytest.raises(ProblemsError, match=r"columns asked, value.*data\.columns\.problem"):
-        load_sets(config, str(other), None, tmp_path)
+        load_sets(config, tmp_path, str(other))
 
 
 def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_the_reading_of_answers_can_be_set_alone(tmp_path: Path) -> None:
     for meaning, gold in (("index", "C"), ("text", "B")):
         columns = f"data.columns={{problem: q.stem, answer_as: {meaning}}}"
         config = load_config_or_defaults(None, [columns])
-        assert load_sets(config, str(path), None, tmp_path)[""].items[0].gold == gold
+        assert load_sets(config, tmp_path, str(path))[""].items[0].gold == gold
 
 
 def test_an_answer_beside_the_options_makes_only_its_row_unusable(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_benchmark_that_training_cannot_judge_neither_stops_a_run_nor_hides_an
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Training's scorer reads letters of options; one benchmark has numbers."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "tasks")
     for name in ("train", "letters"):
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:
             rows = [(f"Name {name} {n}. A. one B. two", "AB"[n % 2]) for n in range(60)]
