@@ -29,7 +29,16 @@ class WarmStartConfig(Section):
     vision_size: int = key(
         0, "Hidden size of a vision tower, for pictures; 0 for a model of texts.", ge=0, le=8192
     )
-    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
+    num_steps: int = key(
+        600, "Supervised steps before reinforcement learning, at most.", ge=1, le=100_000
+    )
+    stop_accuracy: float = key(
+        1.0,
+        "Ends supervised steps once the model's own choice is right at all tokens of this share of "
+        "the last 512 solutions.",
+        gt=0,
+        le=1,
+    )
     batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
     learning_rate: float = key(3e-3, "Peak AdamW learning rate.", gt=0, le=1)
 

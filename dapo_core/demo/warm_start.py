@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +50,7 @@ PARTS = (  # content of a model that reads pictures
 MIN_PIXELS, MAX_PIXELS = 16 * 16, 128 * 128  # of a picture
 IGNORED_LABEL = -100
 NUM_REPORTS = 10
+NUM_JUDGED = 512  # of the last solutions, whose share of right ones may end the warm start
 WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
 MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.06
@@ -219,6 +222,7 @@ def warm_start(
     report_every = max(1, recipe.num_steps // NUM_REPORTS)
     order: list[int] = []
     losses: list[float] = []
+    are_right: deque[bool] = deque(maxlen=NUM_JUDGED)
     model.train()
     for step in range(1, recipe.num_steps + 1):
         if step == first_slanted_step:
@@ -230,15 +234,18 @@ def warm_start(
             _Example(*prompts[index], encoder.tokenizer.encode(solutions[index] + EOS_TOKEN))
             for index in batch
         ]
-        loss = _response_loss(model, examples, encoder)
+        loss, of_batch = _loss_and_right(model, examples, encoder)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())
+        are_right += of_batch
         if on_step is not None and step % report_every == 0:
             on_step(step, recipe.num_steps, losses[-1])
+        if len(are_right) == NUM_JUDGED and fmean(are_right) >= recipe.stop_accuracy:
+            break
     return losses
 
 
@@ -249,9 +256,10 @@ def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * step / recipe.num_steps))
 
 
-def _response_loss(
+def _loss_and_right(
     model: PreTrainedModel, examples: list[_Example], encoder: PromptEncoder
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[bool]]:
+    """Return the loss, and which solutions' tokens are all the most probable ones."""
     # Right padding needs no attention mask: with causal attention, no real token sees padding.
     max_tokens = max(len(one.prompt_ids) + len(one.response_ids) for one in examples)
     input_ids = torch.full((len(examples), max_tokens), encoder.tokenizer.pad_token_id)
@@ -264,7 +272,10 @@ def _response_loss(
     output = model.model(input_ids=input_ids, use_cache=False, **pictures)
     hidden = output.last_hidden_state[:, :-1]
     is_response = labels[:, 1:] != IGNORED_LABEL
-    return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
+    logits, wanted = model.lm_head(hidden[is_response]), labels[:, 1:][is_response]
+    counts = [len(one.response_ids) for one in examples]
+    are_right = [bool(tokens.all()) for tokens in (logits.argmax(dim=-1) == wanted).split(counts)]
+    return F.cross_entropy(logits, wanted), are_right
 
 
 def _pictures(

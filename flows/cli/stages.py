@@ -115,7 +115,8 @@ def _build_model(
         rows, folder, settings.model.recipe, settings.run.seed, data.parent, on_step=on_step
     )
     typer.echo(
-        f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}"
+        f"{folder}: {metrics['parameters']:,} parameters, {metrics['steps']} steps, "
+        f"final loss {metrics['final_loss']:.3f}"
     )
 
 

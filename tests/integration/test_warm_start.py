@@ -42,6 +42,15 @@ def test_a_short_warm_start_lowers_the_loss(built: tuple[Path, dict[str, Any]]) 
     assert metrics["final_loss"] < metrics["first_loss"] / 2
 
 
+def test_a_warm_start_ends_at_its_accuracy_and_leaves_the_rest_to_be_learned(
+    train_rows: list[Row], tmp_path: Path
+) -> None:
+    """One problem over and over is learned by heart."""
+    until = _RECIPE.model_copy(update={"num_steps": 400, "batch_size": 64, "stop_accuracy": 0.25})
+    metrics = build_model(train_rows[:1], tmp_path, until, seed=0)
+    assert warm_start.NUM_JUDGED // 64 <= metrics["steps"] < 100
+
+
 def test_a_mixture_of_experts_is_built_that_learns_and_loads(
     train_rows: list[Row], tmp_path: Path
 ) -> None:
