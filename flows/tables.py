@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dapo_core.draw.texts import shortened
-from dapo_core.errors import ConfigError, counted
+from dapo_core.errors import counted
 from dapo_core.memory.devices import GIB
-from dapo_core.memory.plan import PHASES
+from dapo_core.memory.plan import ADVICE, PHASES
 from interop.table import BLOCKING
-from redaction import redact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.data.sources import GENERATED
 from tasks.preflight.environment import STATUSES, Variable
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from dapo_core.memory.plan import Load, MemoryPlan
     from eval.problems.rows import ProblemSet
     from interop.account import Account
-    from tasks.config import ChainConfig
     from tasks.data.reading import SetCount, Shown
     from tasks.preflight.finding import Finding
     from tasks.runs.accept import Line
@@ -85,24 +82,6 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
     print_table(table)
 
 
-def print_trainer(config: ChainConfig) -> None:
-    """Print another trainer's command, one argument per line; data and model are placeholders.
-
-    Prints nothing for a recipe that the trainer cannot train; the preflight reports why.
-    """
-    from interop.render.launch import shell_value
-    from tasks.external.launch import planned_start
-
-    try:
-        start = planned_start(config)
-    except ConfigError:
-        return
-    env = {**start.env, **config.external.env}
-    variables = [f"{name}={shell_value(str(value))}" for name, value in env.items()]
-    words = " \\\n  ".join((*variables, *map(shlex.quote, start.argv)))
-    typer.echo(redact(f"train_policy starts {config.train.backend}:\n  {words}"))
-
-
 def print_memory(plan: MemoryPlan) -> None:
     """Print device memory per phase, then caches, host memory and disk, and the keys to change."""
     for load in plan.loads:
@@ -123,7 +102,7 @@ def print_memory(plan: MemoryPlan) -> None:
     for shortage in plan.shortages:
         typer.secho(f"does not fit: {shortage}", fg="red")
     if plan.shortages:
-        typer.secho(f"to save memory, {plan.advice}", fg="yellow")
+        typer.secho(f"to save memory, {ADVICE}", fg="yellow")
     elif plan.limit.num_bytes is None:
         typer.secho(
             "device memory is unknown: set train.device_model, or use --device-gigabytes",

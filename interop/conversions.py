@@ -53,6 +53,14 @@ def gen_batch(value: Any, config: ForeignConfig) -> int:
     return int(config["data.train_batch_size"] if value is None else value)
 
 
+def lora_targets(value: Any, config: ForeignConfig) -> Any:
+    if value == "all-linear":
+        return default("all linear modules of the decoder layers")
+    if isinstance(value, str):
+        return unsupported("a pattern of names; list the modules' names")
+    return value
+
+
 def model(value: Any, config: ForeignConfig) -> Outcome:
     is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
     if is_name is not None and not _FOLDERS.fullmatch(is_name[1]) and not Path(value).exists():

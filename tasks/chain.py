@@ -152,7 +152,7 @@ def train_policy(
     label: str = "train_policy",
     skips_if_locked: bool = False,
 ) -> Artifact:
-    """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
+    """Train: writes metrics.jsonl and checkpoints/step_NNNNNN.
 
     If it is stopped, or this process ends, it writes a last checkpoint within flow.stop_seconds;
     the next attempt with the same key resumes from it. Waits while another training holds the lock.
@@ -220,7 +220,6 @@ def merge_checkpoint(run: Run, training: Artifact, label: str = "merge_checkpoin
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint if step is None else "latest"]
         options += ["--dtype", merge.dtype, "--max-shard-bytes", str(merge.max_shard_bytes)]
-        options += [] if run.config.train.backend == "own" else ["--config", str(run.config_path)]
         remove_leftovers(folder.parent)
         run_dapo(["merge", source, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]

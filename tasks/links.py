@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
-from dapo_core.checkpoint.others import other_checkpoints
 from dapo_core.errors import CheckpointError, ConfigError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.config import ChainConfig, ModelConfig
 from tasks.config.evaluate import BaselineConfig
 from tasks.data.sources import source_files
-from tasks.external.environment import trainer_versions
 from tasks.stage_inputs import (
     evaluate_model_inputs,
     evaluation_files,
@@ -31,7 +29,6 @@ from tasks.stages import (
     MERGE_CHECKPOINT,
     MERGE_STEP,
     PREPARE_DATA,
-    TRAIN_OTHER,
     TRAIN_POLICY,
     Stage,
 )
@@ -49,7 +46,6 @@ class Link:
     needs: tuple[str, ...]  # labels of the upstream artifacts, given to `inputs`
     inputs: Callable[..., dict[str, str]]  # (config, *artifacts) -> digests
     files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # digests of configured files
-    versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # of another trainer
 
     @property
     def command(self) -> str:
@@ -64,8 +60,7 @@ class Link:
 
     def key_for(self, inputs: Mapping[str, str]) -> StageKey:
         """The key of the output for digests of the upstream artifacts."""
-        digests = {**inputs, **self.files(self.config)}
-        return self.stage.key(self.config, digests, self.versions(self.config))
+        return self.stage.key(self.config, {**inputs, **self.files(self.config)})
 
 
 def chain_of(config: ChainConfig) -> tuple[Link, ...]:
@@ -175,11 +170,8 @@ def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
 def step_checkpoint(training: Artifact, step: int) -> Path:
     """The checkpoint folder of a step; raises CheckpointError if it was not kept."""
     folder = Path(training.path) / CHECKPOINTS
-    others = {other.step: other.path for other in other_checkpoints(folder)}
-    if not (path := others.get(step, step_folder(folder, step))).is_dir():
-        kept = ", ".join(
-            str(kept) for kept in others or map(named_step, checkpoint_folders(folder))
-        )
+    if not (path := step_folder(folder, step)).is_dir():
+        kept = ", ".join(str(named_step(kept)) for kept in checkpoint_folders(folder))
         raise CheckpointError(
             f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints "
             f"names {step}; "
@@ -196,16 +188,8 @@ def _model(config: ChainConfig) -> Link:
 
 
 def _training(config: ChainConfig) -> Link:
-    is_own = config.train.backend == "own"
-    return Link(
-        "train_policy",
-        TRAIN_POLICY if is_own else TRAIN_OTHER,
-        config,
-        ("prepare_data", "fetch_model"),
-        train_policy_inputs,
-        training_files,
-        (lambda _: {}) if is_own else trainer_versions,
-    )
+    needs = ("prepare_data", "fetch_model")
+    return Link("train_policy", TRAIN_POLICY, config, needs, train_policy_inputs, training_files)
 
 
 def _evaluation(side: str, config: ChainConfig, model: str) -> Link:

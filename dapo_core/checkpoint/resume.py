@@ -23,7 +23,6 @@ from dapo_core.checkpoint.folder import (
 )
 from dapo_core.checkpoint.identity import refuse_other_training
 from dapo_core.checkpoint.manifest import verify_checkpoint
-from dapo_core.checkpoint.others import NEWEST_FILE, other_checkpoints
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog
@@ -101,9 +100,7 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
         _supersede(folder)
         return None
     newest = _newest_intact(folder, on_damage)
-    if newest is None:
-        _refuse_checkpoints_of_others(folder)
-    else:
+    if newest is not None:
         _set_aside_after(newest)
     if resume == "auto":
         return newest
@@ -116,17 +113,6 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
         return _newest_intact(start.parent, on_damage)
     verify_checkpoint(start)
     return start
-
-
-def _refuse_checkpoints_of_others(folder: Path) -> None:
-    others = other_checkpoints(folder)
-    if others:
-        raise CheckpointError(
-            f"{folder} has {len(others)} checkpoints of another trainer, the newest "
-            f"{others[-1].path.name}, which train.backend=own cannot continue; choose another "
-            "--output, set train.backend to that trainer, or set checkpoint.resume=never to start "
-            "over"
-        )
 
 
 def _set_aside_after(checkpoint: Path) -> None:
@@ -225,12 +211,11 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints (also another trainer's), responses and metrics aside; the lock stays."""
+    """Move checkpoints, responses and metrics aside; the lock stays."""
     beside = [folder.parent / name for name in (GENERATIONS, ROLLOUTS, METRICS_FILE)]
-    other_trainer = [*(other.path for other in other_checkpoints(folder)), folder / NEWEST_FILE]
     # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
     # last.
-    candidates = (*other_trainer, *step_folders(folder), folder / LATEST_FILE, *beside)
+    candidates = (*step_folders(folder), folder / LATEST_FILE, *beside)
     move_aside(folder, [path for path in candidates if path.exists()])
 
 

@@ -40,9 +40,6 @@ class LoraConfig(Section):
 class TrainConfig(Section):
     """Steps, batches, the optimizer, and how the model is laid out on devices."""
 
-    backend: Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"] = key(
-        "own", "Trainer: `own` is built in; the others are set up in section `external`."
-    )
     total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
     train_prompts: int = key(512, "Prompts trained on per training step (P).", ge=1)
     mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
@@ -271,7 +268,6 @@ class TrainConfig(Section):
         if self.expert_parallel == 1:
             return self
         others = {
-            f"train.backend={self.backend}": self.backend != "own",
             f"train.lora.rank={self.lora.rank}": bool(self.lora.rank),
             "train.compile=true": self.compile,
             f"train.fsdp_size={self.fsdp_size}": self.fsdp_size not in (None, self.num_ranks),

@@ -270,9 +270,9 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _older_tokens_can_be_weighed(self) -> TrainingConfig:
-        rollout, is_own = self.rollout, self.train.backend == "own"
+        rollout = self.rollout
         is_weighed = self.rollout_correction.importance == "stale"
-        if is_own and is_weighed and self.samples_ahead and not rollout.samples_among_all:
+        if is_weighed and self.samples_ahead and not rollout.samples_among_all:
             raise ValueError(
                 f"sampler.max_staleness={self.sampler.max_staleness} with "
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would train tokens "
@@ -351,8 +351,6 @@ class TrainingConfig(Section):
                 "into the reference model, but under train.lora the reference is the policy "
                 "without its adapters; set algorithm.kl.refresh_every=0"
             )
-        elif rank and train.backend != "own":
-            fault = f"train.lora needs train.backend=own, not {train.backend}"
         if fault:
             raise ValueError(fault)
         return self

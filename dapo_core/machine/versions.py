@@ -64,10 +64,7 @@ def too_old() -> list[str]:
 def require_versions() -> None:
     """Raise ConfigError if an installed package is older than its minimum."""
     if found := too_old():
-        raise ConfigError(
-            f"{'; '.join(found)}. Install a file from requirements/, or set train.backend=verl to "
-            "train with the installed versions"
-        )
+        raise ConfigError(f"{'; '.join(found)}. Install a file from requirements/")
 
 
 def sets() -> dict[str, VersionSet]:

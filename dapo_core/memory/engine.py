@@ -71,8 +71,7 @@ def engine_memory(
     adapters = shape.adapter_parameters(config.train.lora) if rollout.lora == "adapter" else 0
     weights = (shape.engine_parameters(parts, stages) + adapters) * item
     graphs = GRAPH_BYTES if has_graphs else 0
-    is_probed = is_vllm and config.train.backend == "own"
-    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_probed else 0
+    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
     if not is_vllm:
         waiting = -(-config.sampler.gen_prompts * rollout.group_size // rollout.num_workers)
         cache: int | None = min(rollout.max_num_seqs, waiting) * longest * token_bytes

@@ -36,21 +36,12 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     """Return what ranks and engines hold in each phase, for the training's placement.
 
     On separate devices, engines always hold everything, and ranks everything that no train.offload
-    key moves away. With another backend, ranks do the same on shared devices, except for gradients,
-    which only exist during an update.
+    key moves away.
     """
-    is_own = train.backend == "own"
-    if train.takes_turns and is_own:
+    if train.takes_turns:
         if train.lora.rank and train.device != "cpu":  # adapters are sent from host memory
             return {**COLOCATED, "publish": Holding(NOTHING, frozenset({WEIGHTS}))}
         return COLOCATED
-    offloaded = {
-        WEIGHTS: train.offload_parameters,
-        OPTIMIZER: train.offload_optimizer,
-        GRADIENTS: not is_own,
-    }
-    kept = frozenset(name for name in OF_RANKS if not offloaded[name])
-    return {
-        phase: Holding(shared.ranks | kept, shared.engines if train.takes_turns else OF_ENGINES)
-        for phase, shared in COLOCATED.items()
-    }
+    offloaded = {WEIGHTS: train.offload_parameters, OPTIMIZER: train.offload_optimizer}
+    kept = OF_RANKS - {name for name, is_moved in offloaded.items() if is_moved}
+    return {phase: Holding(shared.ranks | kept, OF_ENGINES) for phase, shared in COLOCATED.items()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_core.machine.device import device_for
@@ -19,7 +18,6 @@ from dapo_core.memory.holdings import (
     Holding,
     holdings,
 )
-from dapo_core.memory.megatron import Part, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.model.precision import with_cpu_dtypes
 
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
     from dapo_core.config.train import TrainConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
-    from dapo_core.memory.splits import Splits
 
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
+Part = tuple[str, int, int]  # name, bytes on the device, bytes on the host
 CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and collective buffers
 # Share of a rank's tensors: freed blocks that the allocator cannot reuse. Assumed for torch's,
 # measured for jemalloc's on a CPU.
@@ -45,7 +43,6 @@ ADVICE = (
     "train.gradient_checkpointing, train.offload_* or train.placement=colocated; raise "
     "train.sequence_parallel or rollout.tensor_parallel; use more devices"
 )
-MEGATRON_ADVICE = "; or raise Megatron's parallel sizes in external.overrides"
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class MemoryPlan:
     limit: Limit
     uses: tuple[Use, ...]
     loads: tuple[Load, ...]
-    rank: RankMemory | None  # None under Megatron
+    rank: RankMemory
     engine: EngineMemory
     num_engines: int
     longest: int  # tokens of the longest sequence
@@ -123,23 +120,17 @@ class MemoryPlan:
             )
         return shortages
 
-    @property
-    def advice(self) -> str:
-        """The keys that save memory."""
-        return ADVICE if self.rank is not None else ADVICE + MEGATRON_ADVICE
-
 
 def plan_memory(
     config: TrainingConfig,
     shape: ModelShape,
     limit: Limit,
     merged_steps: Collection[int] = (),
-    splits: Splits | None = None,
 ) -> MemoryPlan:
     """Plan the memory for devices of that size; on a CPU `limit` is the machine's memory.
 
     `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last
-    one. `splits` are verl's Megatron parallelism, in place of this project's FSDP2.
+    one.
     """
     config = with_cpu_dtypes(config, shape.hidden, shape.head_dim)
     engine = engine_memory(config, shape, limit.num_bytes)
@@ -149,14 +140,9 @@ def plan_memory(
     adapters = shape.adapter_parameters(config.train.lora)
     if adapters and config.rollout.lora == "adapter":
         bucket = min(bucket, MASTER * adapters)
-    rank: RankMemory | None = None
-    if splits is None:
-        rank = rank_memory(config, shape)
-        parts_in = partial(_rank_parts, config, rank, bucket)
-    else:
-        parts_in = partial(parts_of, largest_stage(config, shape, splits), config.train, bucket)
+    rank = rank_memory(config, shape)
     uses = (
-        *_rank_uses(config, parts_in),
+        *_rank_uses(config, rank, bucket),
         *_engine_uses(config, engine, bucket),
         *_other_uses(config, bucket, _routing_bytes(config, shape)),
     )
@@ -205,10 +191,10 @@ def is_reference_kept(config: TrainingConfig) -> bool:
     return config.algorithm.kl.place != "off" and config.algorithm.kl.refresh_every > 0
 
 
-def _rank_uses(config: TrainingConfig, parts_in: Callable[[str], Iterable[Part]]) -> list[Use]:
+def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Use]:
     uses = []
     for phase in PHASES:
-        parts = list(parts_in(phase))
+        parts = list(_rank_parts(config, rank, bucket, phase))
         is_cpu = config.train.device == "cpu"
         process, share = (PROCESS_BYTES[RANK], CPU_SLACK) if is_cpu else (CONTEXT_BYTES, SLACK)
         process += int(share * sum(on_device for _, on_device, _ in parts))

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.checkpoint.folder import CHECKPOINTS
-from dapo_core.checkpoint.others import OtherCheckpoint, checkpoint_at, newest_other
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
 from dapo_core.merge.huggingface import HuggingFaceSource
 from dapo_core.merge.lora import LoraSource, adapter_source, with_base
+from dapo_core.merge.outputs import weights_in
 from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
@@ -116,51 +115,23 @@ def open_source(
     if len(folders) == 1:
         if is_adapter_folder(folders[0]):
             return adapter_source(folders[0], base)
-        folders = [weights_in(folders[0], checkpoint)]
+        folders = [weights_in(folders[0])]
         if (folders[0] / "config.json").is_file() and any(folders[0].glob("*.safetensors")):
+            _refuse_best(checkpoint, folders[0])
             return HuggingFaceSource(folders[0])
     shards = find_shards(folders)
     if not shards:
         return with_base(DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:]), base)
-    _refuse_best(checkpoint, folders[0], "one checkpoint of verl")
+    _refuse_best(checkpoint, folders[0])
     return VerlSource(shards)
 
 
-def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
-    """Return the folder with the shards or the model in another trainer's output or checkpoint.
-
-    Any other folder is returned unchanged. Raises CheckpointError for a format that must be
-    converted first.
-    """
-    other = other_in(folder)
-    if other is None:
-        return folder
-    is_output = checkpoint_at(folder) is None
-    _refuse_best(
-        checkpoint,
-        folder,
-        "of another trainer, which ranks none" if is_output else "one checkpoint of verl",
-    )
-    form = other.form
-    if form in ("distributed", "iteration"):
-        raise CheckpointError(
-            f"{other.actor} contains distributed Megatron weights, which only its trainer can "
-            "convert: run dapo merge with --config RECIPE, where external.python (verl) or "
-            "external.source (MindSpeed) provides the converter"
-        )
-    return other.model_folder or other.actor if form == "model" else other.actor
-
-
-def _refuse_best(checkpoint: CheckpointChoice, folder: Path, description: str) -> None:
+def _refuse_best(checkpoint: CheckpointChoice, folder: Path) -> None:
     if checkpoint == "best":
         raise CheckpointError(
-            f"{folder} is {description}, so there is no best one to choose; omit --checkpoint best"
+            f"{folder} is one checkpoint, which nothing ranks: there is no best one to choose; "
+            "omit --checkpoint best"
         )
-
-
-def other_in(folder: Path) -> OtherCheckpoint | None:
-    """Return the folder as another trainer's checkpoint, or the newest one in it, if any."""
-    return newest_other(folder / CHECKPOINTS) or newest_other(folder) or checkpoint_at(folder)
 
 
 def _require_empty(target: Path) -> None:

@@ -311,17 +311,14 @@ def plan(
         return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
     if gigabytes is not None:
         raise typer.BadParameter("needs --memory or --time", param_hint="--device-gigabytes")
-    from flows.tables import print_findings, print_json, print_plan, print_trainer  # slow imports
+    from flows.tables import print_findings, print_json, print_plan  # slow imports
     from tasks.preflight.finding import WARN, count_checks
     from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
 
     findings = examine(settings, is_smoke)
-    is_other = settings.train.backend != "own"
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
-        if is_other and not is_json:
-            print_trainer(settings)
         findings.require()
     stages = plan_chain(settings)
     if is_json:
@@ -329,9 +326,6 @@ def plan(
         findings.require()
         return
     print_plan(stages, is_whole)
-    trains = any(stage.label == "train_policy" and stage.state != "cached" for stage in stages)
-    if is_other and trains:
-        print_trainer(settings)
     shown = {"disk"} if settings.checkpoint_steps else set()
     print_findings(
         [finding for finding in findings if finding.status == WARN or finding.check in shown]

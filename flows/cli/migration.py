@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,10 +41,6 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable."),
 ]
-BackendOption = Annotated[
-    Literal["own", "verl", "mindspeed-rl"],
-    typer.Option(help="The trainer to use; another one keeps keys that our core does not have."),
-]
 VersionOption = Annotated[
     str | None,
     typer.Option("--trainer-version", help="Version of their trainer; default: the newest fit."),
@@ -66,7 +62,6 @@ def import_config(
     output: OutputOption = None,
     set_env: EnvOption = None,
     allow: AllowOption = None,
-    backend: BackendOption = "own",
     version: VersionOption = None,
     tiny: TinyOption = False,
     as_json: JsonOption = False,
@@ -83,14 +78,14 @@ def import_config(
     if output is not None and output.exists():
         raise ConfigError(f"{output} exists; name another file, or remove it")
     reading, account = account_of_files(files, _pairs(set_env), version, is_tiny=tiny)
-    recipe = recipe_from(account, backend, reading.environment, is_tiny=tiny)
-    blocking = [entry for entry in account.blocking(allow or ()) if entry in recipe.left]
+    recipe = recipe_from(account, is_tiny=tiny)
+    blocking = account.blocking(allow or ())
     if as_json:
         typer.echo(json.dumps(_as_json(account, reading, recipe, blocking), indent=2, default=str))
     else:
         print_account(account, reading.notes, default_keys())
     if blocking:
-        typer.secho(_blocking_message(blocking, backend, account.trainer), err=True, fg="red")
+        typer.secho(_blocking_message(blocking), err=True, fg="red")
         raise typer.Exit(1)
     _require_loadable(recipe, (output or files[0]).stem)
     if output is not None:
@@ -131,7 +126,7 @@ def _require_loadable(recipe: Recipe, name: str) -> None:
         raise ConfigError("\n".join([str(error), *origins])) from None
 
 
-def _blocking_message(blocking: list[Entry], backend: str, trainer: str) -> str:
+def _blocking_message(blocking: list[Entry]) -> str:
     keys = list(dict.fromkeys(entry.setting.key for entry in blocking))
     allowing = " ".join(f"--allow {key}" for key in keys)
     lines = [f"{len(keys)} key{'s' * (len(keys) > 1)} stop{'s' * (len(keys) == 1)} the import:"]
@@ -144,8 +139,6 @@ def _blocking_message(blocking: list[Entry], backend: str, trainer: str) -> str:
         lines.append(
             "to convert epochs to steps: --set-env num_train_rows=N, the rows of data.train_files"
         )
-    if backend == "own" and any(entry.fate == "unsupported" for entry in blocking):
-        lines.append(f"to train with {trainer} and keep these keys: --backend {trainer}")
     return "\n".join(lines)
 
 

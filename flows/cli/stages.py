@@ -141,27 +141,13 @@ def train(
 ) -> None:
     """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and exits.
 
-    After a stop or a kill, the same command resumes from the last checkpoint. With
-    train.backend=verl or mindspeed-*, this starts that trainer, which resumes from its own last
-    checkpoint.
+    After a stop or a kill, the same command resumes from the last checkpoint.
     """
     from dapo_core.errors import counted
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
     tracked = partial(_reported, settings, output, quiet, _track_words(config, overrides))
-    if settings.train.backend != "own":
-        from tasks.external.launch import Inputs
-        from tasks.external.training import train_with_other
-
-        paths = (data, model, output, held_out or data)
-        with tracked() as on_step:
-            other = train_with_other(
-                settings, Inputs(*(path.absolute() for path in paths)), on_step, typer.echo
-            )
-        steps = counted(other.step, "training step")
-        typer.echo(f"{other.path}: {steps} of {settings.train.backend}")
-        return
     with heartbeat(lambda: "loading torch and Ray"):
         from dapo_core.training import train as train_model
         from tasks.fetched_model import require_additions
@@ -291,26 +277,12 @@ def merge(
     base: Annotated[
         Path | None, typer.Option(help="Base model of an adapter, if it has moved.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Recipe for another trainer, whose own program converts Megatron weights."
-        ),
-    ] = None,
 ) -> None:
     """Merge FSDP shards of dapo train or verl into a folder that transformers and vLLM can load."""
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
-    with contextlib.ExitStack() as stack:
-        if config is not None:
-            from flows.config import load_config
-            from tasks.external.conversion import converted
-
-            sources = stack.enter_context(
-                converted(load_config(config), sources, target, typer.echo)
-            )
-        on_bytes = stack.enter_context(bytes_progress("merge"))
+    with bytes_progress("merge") as on_bytes:
         sizes = merge_checkpoint(
             sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint, base
         )

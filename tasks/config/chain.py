@@ -13,7 +13,6 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
 from tasks.config.data import DataConfig
 from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
-from tasks.config.external import ExternalConfig
 from tasks.config.lengths import KEYS, Lengths, bounds_of, explain
 from tasks.config.serve import ServeConfig
 from tasks.stages import BY_COMMAND
@@ -154,7 +153,6 @@ class ChainConfig(TrainingConfig):
     store: StoreConfig = Field(default_factory=StoreConfig)
     data: DataConfig
     model: ModelConfig
-    external: ExternalConfig = Field(default_factory=ExternalConfig)
     merge: MergeConfig = Field(default_factory=MergeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
@@ -179,25 +177,6 @@ class ChainConfig(TrainingConfig):
         return self.serve.model_copy(
             update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")}
         )
-
-    @model_validator(mode="after")
-    def _external_is_used(self) -> ChainConfig:
-        if self.train.backend == "own":
-            if given := sorted(
-                name for name, value in self.external if value != getattr(ExternalConfig(), name)
-            ):
-                raise ValueError(
-                    f"external.{given[0]} would be ignored by train.backend=own; set train.backend "
-                    "to the trainer it belongs to, or remove it"
-                )
-            return self
-        if self.checkpoint.keep_best:
-            raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps "
-                "only its newest "
-                "checkpoints; set checkpoint.keep_best=0, and name steps in evaluate.checkpoints"
-            )
-        return self
 
     @model_validator(mode="after")
     def _merged_checkpoint_is_kept(self) -> ChainConfig:

@@ -19,7 +19,6 @@ from eval import EvaluationError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.external.launch import job_server
 from tasks.links import chain_of
 from tasks.preflight.cluster import check_cluster, check_devices_here
 from tasks.preflight.environment import check_environment
@@ -36,7 +35,7 @@ INPUTS = ("prepare_data", "fetch_model")  # labels of the stages that training r
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CACHE_MARGIN = 1.25  # vLLM rounds to blocks and reserves some
 # Checks that may fail on a machine that only plans the run.
-OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray", "trainer"})
+OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})
 
 
 def check_machine(
@@ -46,20 +45,18 @@ def check_machine(
 
     Returns the memory of the cluster's smallest device, if that was examined.
     """
-    is_own = config.train.backend == "own"
-    if is_own:  # another trainer has its own environment
-        with findings.catching("versions"):
-            require_versions()
-            if difference := unknown_set(stack()):
-                findings.add("versions", WARN, difference, UNKNOWN_SET)
-        check_environment(os.environ, config, findings)
+    with findings.catching("versions"):
+        require_versions()
+        if difference := unknown_set(stack()):
+            findings.add("versions", WARN, difference, UNKNOWN_SET)
+    check_environment(os.environ, config, findings)
     _check_devices(config, model, findings)
     with findings.catching("trackers"):
         require_trackers(config.train.trackers)
     _check_serving(config, facts, findings)
     _check_cache(config, facts, findings)
     _check_disk(config, facts, findings)
-    if is_own and config.train.ray_address is not None:
+    if config.train.ray_address is not None:
         return check_cluster(config, model, is_whole, findings)
     return None
 
@@ -74,7 +71,7 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
             "rollout.engine=vllm, but vLLM is not installed here",
             "install requirements/ for your device, or --set rollout.engine=hf",
         )
-    if train.ray_address is not None or _is_on_a_cluster(config):
+    if train.ray_address is not None:
         return
     with findings.catching("devices"):
         device.require()
@@ -97,14 +94,6 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
         check_devices_here(config, model, findings)
-
-
-def _is_on_a_cluster(config: ChainConfig) -> bool:
-    """True if another trainer runs on a Ray cluster, whose devices this machine cannot count."""
-    return config.train.backend != "own" and (
-        job_server(config.external) is not None
-        or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-    )
 
 
 def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:

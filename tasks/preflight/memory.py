@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config.loading import changed
 from dapo_core.config.training import TrainingConfig
 from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB, Limit, find_device
-from dapo_core.memory.plan import MemoryPlan, plan_memory
+from dapo_core.memory.plan import ADVICE, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
 from dapo_core.model.folder import read_config
@@ -20,7 +19,6 @@ from dapo_core.model.lora import full_model
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
-from tasks.preflight.megatron import splits_in
 
 
 def plan_of(
@@ -38,16 +36,7 @@ def plan_of(
     shape = shape_of(model_config(config.model, folder))
     if limit is None or config.train.device_model is not None:
         limit = device_limit(config, gigabytes)
-    return plan_memory(
-        _as_counted(config), shape, limit, config.checkpoint_steps, splits_in(config, shape)
-    )
-
-
-def _as_counted(config: ChainConfig) -> ChainConfig:
-    """Return the recipe for the formulas: verl computes a micro-batch's logits at once."""
-    if config.train.backend == "own":
-        return config
-    return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
+    return plan_memory(config, shape, limit, config.checkpoint_steps)
 
 
 def check_memory(
@@ -71,9 +60,8 @@ def check_memory(
     if not plan.shortages:
         findings.add("memory", OK, summary(plan))
         return
-    # plans for another trainer were never checked on devices
-    is_allowed = config.train.allow_oversubscription or config.train.backend != "own"
-    advice = f"{plan.advice}; dapo plan CONFIG --memory shows the details"
+    is_allowed = config.train.allow_oversubscription
+    advice = f"{ADVICE}; dapo plan CONFIG --memory shows the details"
     if not is_allowed:
         advice += ", and train.allow_oversubscription=true runs it anyway"
     findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)

@@ -62,8 +62,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     with findings.catching("sampling"):
         with_model_sampling(config, folder)
     if len(findings) == num_before:
-        trained = "trainable" if config.train.backend == "own" else "not quantized"
-        found = f"{describe_bytes(facts.num_bytes)} of {facts.model_type}, {trained}"
+        found = f"{describe_bytes(facts.num_bytes)} of {facts.model_type}, trainable"
         findings.add("model", OK, f"{found}; chat template present")
         _warn_of_copies(folder, findings)
     if facts.tokenizer is not None:
@@ -109,8 +108,7 @@ def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
 
     Raises ModelError or ConfigError for what training, engines or servers would reject.
     """
-    if config.train.backend == "own":
-        require_trainable(config, folder)
+    require_trainable(config, folder)
     headers, lora = require_original_weights(folder), config.train.lora
     shapes = {name: header.shape for name, header in headers.items()}
     model_config = load_model_config(folder, config.model.trust_remote_code)

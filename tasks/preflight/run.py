@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.engine_args import require_known
-from dapo_core.config.fields import known_fields
 from dapo_core.config.loading import dump_config
-from dapo_core.config.training import TrainingConfig
 from dapo_core.demo.generated import is_generated
 from dapo_core.errors import DapoError
 from dapo_core.model.folder import require_reference
@@ -19,7 +16,6 @@ from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
-from durable import leaves
 from eval import EvaluationError
 from eval.problems.prompts import find_template
 from eval.report.gates import LAST_NIGHT
@@ -29,9 +25,6 @@ from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
 from tasks.evaluation.served_model import served_model
 from tasks.evaluation.settings import scorer_file
-from tasks.external.environment import describe as describe_trainer
-from tasks.external.environment import trainer_versions
-from tasks.external.launch import planned_start
 from tasks.fetched_model import describe_fetch, fetched_inputs
 from tasks.links import model_of
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
@@ -53,8 +46,6 @@ from tasks.serve_model.checks import require_servable
 from tasks.serve_model.failure import ServerUnreachable
 
 SMOKE_NEEDS = "it needs a local model folder (model.path) and no failed check"
-# Keys that the training stage handles itself, for any trainer.
-_OF_STAGE = re.compile(r"run\.name|model\.|checkpoint\.|train\.(tracker|backend|device_model)")
 logger = logging.getLogger(__name__)
 
 _passed: set[str] = set()  # configurations that passed in this process
@@ -80,11 +71,8 @@ def examine(
         require_scorers((), config.reward, config.custom_reward)
     with findings.catching("loss"):
         require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
-    if config.train.backend == "own":
-        with findings.catching("engine"):
-            require_known(config.rollout.engine_args)
-    else:
-        _check_trainer(config, findings)
+    with findings.catching("engine"):
+        require_known(config.rollout.engine_args)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("reference model"):
@@ -163,8 +151,7 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 def _check_reference(config: ChainConfig, model: Path | None) -> None:
     path = config.algorithm.kl.reference_path
     require_reference(path, model)
-    if config.train.backend == "own":
-        require_trainable(config, path)
+    require_trainable(config, path)
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
@@ -178,36 +165,6 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
             "model.source=recipe is warmed up on generated problems, and data.train has none",
             "set data.train to arithmetic or shapes, or model.source=path with a model",
         )
-
-
-def _check_trainer(config: ChainConfig, findings: Findings) -> None:
-    """Check another trainer: its version, its command, and keys that it does not support."""
-    backend = config.train.backend
-    with findings.catching("trainer"):
-        findings.add("trainer", OK, describe_trainer(trainer_versions(config)))
-    with findings.catching("command"):
-        start = planned_start(config)
-        findings.add("command", OK, f"{len(start.argv)} words for {backend}; dapo plan shows them")
-        if names := [name for name in _changed_keys(config) if name not in start.said]:
-            findings.add(
-                "keys",
-                WARN,
-                f"{backend} has no counterpart of {', '.join(names)}: they do nothing in this "
-                "recipe",
-                "remove them, or set train.backend=own",
-            )
-
-
-def _changed_keys(config: ChainConfig) -> list[str]:
-    """Training keys that the recipe changes, except those that the stage handles itself."""
-    fields, values = known_fields(TrainingConfig), leaves(config.model_dump(mode="json"))
-    return [
-        name
-        for name, field in fields.items()
-        if not _OF_STAGE.match(name)
-        and name in values
-        and values[name] != field.get_default(call_default_factory=True, validated_data={})
-    ]
 
 
 def check_baselines(config: ChainConfig, findings: Findings) -> None:

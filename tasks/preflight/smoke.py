@@ -77,8 +77,6 @@ def check_sampling(
 
     Without problems, a fixed question only shows that the engine answers.
     """
-    if config.train.backend != "own":  # the other trainer's engine runs in its own environment
-        return
     problems = [one for one in problems if not one.images]  # files are not prepared yet
     chosen = list(problems[:: max(len(problems) // NUM_PROMPTS, 1)][:NUM_PROMPTS])
     sample = _sample_here if config.train.ray_address is None else _sample_on_node

@@ -189,7 +189,6 @@ def background_command(
     grace_seconds: float = GRACE_SECONDS,
     locks: Sequence[int] = (),
     folder_variable: str | None = None,
-    cwd: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yield a running command that is stopped, with its descendants, when the block exits.
 
@@ -207,7 +206,7 @@ def background_command(
         settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "folder": folder}
         log_offset = path.stat().st_size
         with os.fdopen(log_lock):
-            popen = start_supervisor(command, path, [log_lock, *locks], settings, environment, cwd)
+            popen = start_supervisor(command, path, [log_lock, *locks], settings, environment)
         process = SupervisedProcess(label, path, log_offset, popen)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         stack.callback(process.stop)
@@ -264,7 +263,6 @@ def start_supervisor(
     locks: Sequence[int],
     settings: Mapping[str, Any],
     env: Mapping[str, str | None] | None = None,
-    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the command under a supervisor with the locks; `env` as in `background_command`.
 
@@ -282,7 +280,6 @@ def start_supervisor(
             stdout=log,
             stderr=log,
             env={name: value for name, value in environment.items() if value is not None},
-            cwd=cwd,
             start_new_session=True,
             pass_fds=locks,
         )

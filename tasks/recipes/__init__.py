@@ -1,1 +1,1 @@
-"""Recipe files: a first one from `dapo init`, and conversions from and to other trainers."""
+"""Recipe files: a first one from `dapo init`, and conversions of other trainers' configurations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from interop.account import Account, account_of
 from interop.foreign_config import Setting, by_name
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
-from interop.render.backend import add_backend
 from tasks.config import ChainConfig
 from tasks.recipes.first_recipe import Machine
 
@@ -77,28 +76,18 @@ def num_rows_of(settings: Sequence[Setting]) -> int | None:
         ) from None
 
 
-def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny: bool) -> Recipe:
-    """The recipe for an account, for training with `backend`; a tiny one trains with our core.
-
-    Raises ConfigError if `backend` is neither our core nor the trainer of the settings.
-    """
-    if backend not in ("own", account.trainer):
-        raise ConfigError(
-            f"--backend {backend}: the settings are {account.trainer}'s; use "
-            f"--backend {account.trainer}, or omit --backend to train with our core"
-        )
+def recipe_from(account: Account, is_tiny: bool) -> Recipe:
+    """The recipe for an account, or a tiny one that trains in minutes on a CPU."""
     defaults = default_keys()
     recipe = recipe_of(account, defaults)
     cut = [key for key in TRUNCATING if recipe.values.get(key, defaults[key]) != defaults[key]]
-    if cut and (is_tiny or backend == "own"):
+    if cut:
         recipe.values["sampler.max_staleness"] = 0
         recipe.comments["sampler.max_staleness"] = (
             f"{account.trainer} samples nothing ahead; required here with {' and '.join(cut)}"
         )
     if is_tiny:
         return tiny_of(recipe)
-    if backend != "own":
-        add_backend(recipe, account, backend, env)
     recipe.sort(defaults)
     if account.trainer != "verl" and "data.eval" not in recipe.values:
         recipe.values["data.eval"] = MEASURED_ON

@@ -81,11 +81,6 @@ class Records:
 
 def require_acceptable(config: TrainingConfig) -> list[str]:
     """Return the overrides that acceptance needs; raises ConfigError for a recipe that cannot."""
-    if config.train.backend != "own":
-        raise ConfigError(
-            f"--accept needs the metrics of our own trainer, but train.backend="
-            f"{config.train.backend}; set train.backend=own"
-        )
     if not config.rollout.samples_among_all:
         raise ConfigError(
             f"--accept compares engine and policy in every step, but rollout.top_p="
@@ -343,10 +338,9 @@ def _plan_of(run: RecordedRun, config: ChainConfig) -> MemoryPlan | str:
     """The plan of the run's recipe and model, or why there is none."""
     model = artifact_of(run, "fetch_model") if "fetch_model" in run.stages else None
     try:
-        plan = plan_of(config, Path(model.path) if model else None, limit=Limit("", None))
+        return plan_of(config, Path(model.path) if model else None, limit=Limit("", None))
     except (ConfigError, ModelError) as error:
         return f"no plan: {error}"
-    return plan if plan.rank is not None else "the plan is of another trainer's ranks"
 
 
 def _evaluation(records: Records) -> Line:

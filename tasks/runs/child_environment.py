@@ -9,10 +9,8 @@ from typing import Any
 from dapo_core.cluster.environment import Given, given_by_training
 from dapo_core.cluster.started import AUTH_TOKEN
 from dapo_core.machine.environment import PASSIVE_WAITING, SOCKETS_VARIABLE
-from interop.render import trainers
 from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig
-from tasks.external.launch import own_ray
 from tasks.links import Link
 from tasks.preflight.environment import table_rows
 from tasks.processes.child import OUTPUT_AT_ONCE
@@ -78,12 +76,9 @@ def _given(
             yield from _of_server(config, environment)
         case "train_policy":
             yield from _of_command("training")
-            is_own = config.train.backend == "own"
-            yield from _of_training(config) if is_own else _of_trainer(config)
+            yield from _of_training(config)
         case "merge_checkpoint":
             yield from _of_command("merge")
-            if config.external.converter is not None:
-                yield Given("converter", _external_env(config))
 
 
 def _of_command(name: str) -> Iterator[Given]:
@@ -102,14 +97,3 @@ def _of_training(config: ChainConfig) -> Iterator[Given]:
         yield Given("trackers", MLFLOW, is_default=True)
     if config.train.ray_address is None:
         yield Given("Ray", {AUTH_TOKEN: REDACTED})
-
-
-def _of_trainer(config: ChainConfig) -> Iterator[Given]:
-    """The environment of another trainer; $NAME references in external.env are not resolved."""
-    rendered = trainers.environment(config.train.backend, config.model_dump(mode="json"))
-    values = {**own_ray(config.external), **rendered, **_external_env(config)}
-    yield Given(config.train.backend, values)
-
-
-def _external_env(config: ChainConfig) -> dict[str, str]:
-    return {name: str(value) for name, value in config.external.env.items()}

@@ -14,7 +14,6 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.sources import describe_sources
-from tasks.external.environment import TrainerMissing
 from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of, link_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
@@ -49,7 +48,7 @@ class PlannedStage:
 
 
 # The key of a stage cannot be computed before a run.
-_KEYLESS = (Unreachable, ServeError, CheckpointError, TrainerMissing)
+_KEYLESS = (Unreachable, ServeError, CheckpointError)
 
 
 def plan_chain(config: ChainConfig) -> list[PlannedStage]:
@@ -135,10 +134,7 @@ def _plan_waiting(
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Upstream artifacts are unknown, but the rest of the key can be compared.
-    try:
-        changes = _changes(before, link.key_for(before["inputs"]))
-    except TrainerMissing as error:
-        return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
+    changes = _changes(before, link.key_for(before["inputs"]))
     asked = _describe_benchmarks(store, link, before["inputs"], "if the model changes also")
     return PlannedStage(link.label, "stale", _joined(note, asked), changes, None, upstream, None)
 

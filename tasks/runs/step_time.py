@@ -92,11 +92,6 @@ def time_of(
     Raises ConfigError for an accelerator without train.device_model, and whatever `model_config`
     and `shape_of` raise.
     """
-    if config.train.backend != "own":
-        raise ConfigError(
-            f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo "
-            "compare` and the report show the measured times of other trainers"
-        )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
     if (training := _last_training(config)) is not None:
         ran_with, steps = training
@@ -133,7 +128,7 @@ def _config_of(run: RecordedRun) -> ChainConfig | None:
 def _hardware(config: ChainConfig) -> tuple[Any, ...]:
     """The settings that calibration factors are specific to."""
     train = config.train
-    return train.backend, config.model, train.device, train.device_model, config.rollout.engine
+    return config.model, train.device, train.device_model, config.rollout.engine
 
 
 def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:

@@ -1,11 +1,10 @@
-"""Converted weights of other trainers are found, merged completely and refused if wrong."""
+"""Models that other trainers wrote are found in their outputs, merged, and refused if wrong."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dapo_core.checkpoint.others import NEWEST_FILE, newest_other, other_checkpoints
-from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.outputs import NEWEST_FILE, step_of, weights_in
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.model.folder import MERGE_MANIFEST, copy_model_files
-from flows.config import Config
-from tasks.external.conversion import converted
-from tests.configs import make_config
-from tests.stand_in_trainer import install
+from dapo_core.model.folder import MERGE_MANIFEST
 from tests.tiny_models import build_tiny
 from tests.verl_folders import load_weights
 
@@ -34,21 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def training(folder: Path, model: Path, *parts: str) -> Path:
-    """A training output with the model's weights in the folder `parts`; step 3 is the newest."""
-    shutil.copytree(model, folder.joinpath("checkpoints", *parts))
-    copy_model_files(model, folder / "trainer" / "model")
-    (folder / "checkpoints" / NEWEST_FILE).write_text("3")
-    return folder
-
-
-def config_of(backend: str = "verl", **external: object) -> Config:
-    return make_config(
-        train={"backend": backend, "device": "cuda"},
-        external={"python": sys.executable, **external},
-    )
-
-
 def assert_merged(target: Path, model: Path) -> None:
     weights = load_weights(model)
     assert load_weights(target).keys() == weights.keys()
@@ -58,45 +38,49 @@ def assert_merged(target: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [("actor", "huggingface"), ("actor", "model", "huggingface")], ids="/".join
+    "place", ["global_step_3/actor/huggingface", "global_step_3/actor/model/huggingface"]
 )
-def test_a_model_saved_by_the_trainer_is_merged(
-    model: Path, tmp_path: Path, parts: tuple[str, ...]
-) -> None:
-    output = training(tmp_path / "t", model, "global_step_3", *parts)
-    merge_checkpoint([output], tmp_path / "merged", verify_logits=True)
+def test_a_model_saved_by_the_trainer_is_merged(model: Path, tmp_path: Path, place: str) -> None:
+    shutil.copytree(model, tmp_path / "t" / place)
+    (tmp_path / "t" / NEWEST_FILE).write_text("3")
+    merge_checkpoint([tmp_path / "t"], tmp_path / "merged", verify_logits=True)
     assert_merged(tmp_path / "merged", model)
+    with pytest.raises(CheckpointError, match="which nothing ranks: there is no best one"):
+        merge_checkpoint([tmp_path / "t"], tmp_path / "best", checkpoint="best")
 
 
-def test_verls_merger_converts_distributed_weights(model: Path, tmp_path: Path) -> None:
-    config = config_of(env=install(tmp_path / "site"))
-    output = training(tmp_path / "t", model, "global_step_3", "actor", "dist_ckpt")
-    with pytest.raises(CheckpointError, match="actor contains distributed Megatron"):
-        merge_checkpoint([output], tmp_path / "merged")
-    lines: list[str] = []
-    with converted(config, [output], tmp_path / "merged", lines.append) as sources:
-        merge_checkpoint(sources, tmp_path / "merged")
-    assert_merged(tmp_path / "merged", model)
-    assert lines == [f"merging {output}/checkpoints/global_step_3/actor/dist_ckpt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "site", "t"]
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        ("global_step_3/actor/dist_ckpt", r"verl\.model_merger .* --local_dir \S+/actor "),
+        ("global_step_3/actor/model/dist_ckpt", r"verl\.model_merger merge --backend megatron"),
+        ("iter_0000003/mp_rank_00", r"run its convert_ckpt\.py \(MindSpeed-RL\) or mm-convert"),
+    ],
+)
+def test_megatron_weights_name_the_converter(tmp_path: Path, place: str, command: str) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / NEWEST_FILE).write_text("3")
+    with pytest.raises(CheckpointError, match=rf"contains Megatron weights of .*{command}"):
+        merge_checkpoint([tmp_path], tmp_path / "merged")
 
 
-def test_external_converter_converts_mindspeed_weights(model: Path, tmp_path: Path) -> None:
-    output = training(tmp_path / "t", model, "iter_0000003", "mp_rank_00")
-    with (
-        pytest.raises(ConfigError, match=r"set external\.converter to its command"),
-        converted(config_of(), [output], tmp_path / "merged"),
-    ):
-        pass
-    # Like MindSpeed-RL's converter, it writes to a subfolder of the model folder.
-    script = (
-        "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* "
-        "{model}/mg2hg/conf*"
-    )
-    config = config_of(converter=f"sh -c '{script}'")
-    with converted(config, [output], tmp_path / "merged") as sources:
-        merge_checkpoint(sources, tmp_path / "merged")
-    assert_merged(tmp_path / "merged", model)
+def test_only_complete_checkpoints_count(tmp_path: Path, model: Path) -> None:
+    for step in (2, 10, 12):
+        shutil.copytree(model, tmp_path / f"verl/global_step_{step}/actor/huggingface")
+        shutil.copytree(model, tmp_path / f"trl/checkpoint-{step}")
+    assert weights_in(tmp_path / "verl") == tmp_path / "verl"  # no step is known to be complete
+    (tmp_path / "verl" / NEWEST_FILE).write_text("10\n")
+    found = weights_in(tmp_path / "verl")
+    assert found == tmp_path / "verl/global_step_10/actor/huggingface"
+    assert step_of(found) == 10
+    (tmp_path / "verl" / NEWEST_FILE).write_text("")
+    with pytest.raises(CheckpointError, match=r"txt contains '', but \S+global_step_ does not"):
+        weights_in(tmp_path / "verl")
+    for step in (2, 10):  # of 12, the last file is missing
+        (tmp_path / f"trl/checkpoint-{step}/trainer_state.json").write_text("{}")
+    assert weights_in(tmp_path / "trl") == tmp_path / "trl/checkpoint-10"
+    shutil.copytree(model, tmp_path / "trl", dirs_exist_ok=True)
+    assert weights_in(tmp_path / "trl") == tmp_path / "trl"  # saved at the end
 
 
 def _change(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -149,16 +133,3 @@ def test_a_wrong_conversion_is_refused(
     with pytest.raises(CheckpointError, match=message):
         merge_checkpoint([folder], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    for step in (2, 4, 10, 12):
-        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
-    assert newest_other(tmp_path) is None  # none is complete
-    (tmp_path / NEWEST_FILE).write_text("10\n")
-    assert [other.step for other in other_checkpoints(tmp_path)] == [2, 4, 10]
-    with pytest.raises(CheckpointError, match="global_step_10/actor has no weights in a known"):
-        _ = other_checkpoints(tmp_path)[-1].form
-    (tmp_path / NEWEST_FILE).write_text("")
-    with pytest.raises(CheckpointError, match=r"txt contains '' instead of a step"):
-        newest_other(tmp_path)

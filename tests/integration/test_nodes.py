@@ -178,7 +178,6 @@ def free_devices() -> dict[str, float]:
 
 
 RECIPES = {path.stem: load_config(path) for path in sorted(CONFIGS.glob("*.yaml"))}
-RECIPES = {name: each for name, each in RECIPES.items() if each.train.backend == "own"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load_config
 from tests.unit.test_deploy_files import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,10 +19,3 @@ def test_the_command_line_accepts_every_command(line: str) -> None:
     parsed(line)
     for word in line.split():
         assert not word.startswith("configs/") or (ROOT / word).is_file()
-
-
-def test_recipes_of_the_guides_use_the_trainer_in_the_table() -> None:
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\w-]+) \|", PAGE, re.MULTILINE)
-    assert rows
-    for recipe, backend in rows:
-        assert load_config(ROOT / "configs" / f"{recipe}.yaml").train.backend == backend

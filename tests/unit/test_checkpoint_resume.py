@@ -58,20 +58,6 @@ def test_never_moves_the_whole_training_aside(
     assert find_start(aside / "checkpoints", "auto") == aside / "checkpoints" / "step_000010"
 
 
-def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path) -> None:
-    folder = tmp_path / "output" / "checkpoints"
-    (folder / "global_step_20" / "actor").mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("20")
-    message = (
-        r"1 checkpoints of another trainer, the newest global_step_20, .* choose another --output"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        find_start(folder, "auto")
-    assert find_start(folder, "never") is None
-    assert names_in(folder) == []
-    assert find_start(folder, "auto") is None
-
-
 @pytest.mark.parametrize(
     ("path", "step"), [("", 10), ("checkpoints", 10), ("checkpoints/step_000005", 5)]
 )

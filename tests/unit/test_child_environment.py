@@ -17,7 +17,6 @@ from tasks.links import link_of
 from tasks.preflight.environment import TABLE
 from tasks.runs.child_environment import by_children, child_environment
 from tasks.runs.report import provenance_of
-from tests.other_trainings import config_of as other_config_of
 from tests.recorded_runs import record_run, small_config
 
 RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
@@ -67,25 +66,6 @@ def test_batch_invariant_kernels_are_set_for_engines_alone(tmp_path: Path) -> No
         assert ("VLLM_BATCH_INVARIANT" in rows) == (is_set == "true")
         if is_set == "true":
             assert rows["VLLM_BATCH_INVARIANT"]["children"] == "rollout workers"
-
-
-def test_another_trainers_variables_are_listed_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("OTHER", "what must not be written")
-    env = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "$WANDB_API_KEY", "SECRET_OF": "$OTHER"}
-    config = other_config_of(tmp_path, tmp_path / "store", external={"env": env})
-    rows = {row["name"]: row for row in child_environment(link_of(config, "train_policy"), {}, {})}
-    assert {name: rows[name]["value"] for name in (*env, "RAY_ADDRESS", "HYDRA_FULL_ERROR")} == {
-        "NCCL_DEBUG": "INFO",
-        "WANDB_API_KEY": "[redacted]",
-        "SECRET_OF": "$OTHER",
-        "RAY_ADDRESS": "local",
-        "HYDRA_FULL_ERROR": "1",
-    }
-    assert rows["NCCL_DEBUG"]["children"] == "verl"
-    assert "must not be written" not in json.dumps(rows)
 
 
 def test_a_servers_variables_are_listed_unless_all_was_in_the_store(tmp_path: Path) -> None:

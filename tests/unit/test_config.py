@@ -118,9 +118,7 @@ def test_lists_of_texts_take_numbers_as_typed_and_a_single_text(recipe: Path) ->
     assert config.data.columns.problem == ("Q: text",)
 
 
-@pytest.mark.parametrize(
-    "other", ["lora.rank=4", "compile=true", "fsdp_size=2", "backend=verl", "num_ranks=3"]
-)
+@pytest.mark.parametrize("other", ["lora.rank=4", "compile=true", "fsdp_size=2", "num_ranks=3"])
 def test_experts_are_not_divided_where_that_is_not_built(recipe: Path, other: str) -> None:
     overrides = ["train.num_ranks=4", "train.expert_parallel=2", f"train.{other}"]
     with pytest.raises(ConfigError, match=r"train\.expert_parallel=2") as raised:
@@ -279,7 +277,6 @@ def test_model_references_are_validated() -> None:
             ["train.lora.rank=4", "algorithm.kl.place=loss", "algorithm.kl.refresh_every=9"],
             r"reference is the policy without its adapters; set algorithm\.kl\.refresh_every=0",
         ),
-        (["train.lora.rank=4", "train.backend=verl"], r"train\.lora needs train\.backend=own"),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
             [
                 "algorithm.kl.place=reward",
@@ -303,7 +300,6 @@ def test_contradicting_keys_are_refused(recipe: Path, overrides: list[str], mess
         "sampler.gen_prompts=512",  # of 512 in a step: nothing ahead
         "algorithm.rollout_correction.importance=off",
         "algorithm.compat=verl",
-        "train.backend=verl",
     ],
 )
 def test_top_p_is_allowed_where_no_old_token_counts_as_fresh(recipe: Path, override: str) -> None:

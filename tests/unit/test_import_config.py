@@ -88,34 +88,17 @@ def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
+def test_a_megatron_script_becomes_a_recipe_of_our_own_core(tmp_path: Path) -> None:
     script, output = FOLDER / "qwen3_235b.sh", tmp_path / "235b.yaml"
-    refused = invoke(script, "--output", output)
-    assert refused.exit_code == 1
-    assert not output.exists()
-    rollout = "actor_rollout_ref.rollout"
+    rollout = "actor_rollout_ref.rollout"  # verl refuses these two as well
     allow = f"--allow {rollout}.dp_model_parallel_size --allow {rollout}.rollout_world_size"
-    assert "to import without them: --allow actor_rollout_ref.actor.strategy" in refused.output
-    assert "to train with verl and keep these keys: --backend verl" in refused.output
-    assert (
-        f"to import without them: {allow}\n"
-        in invoke(script, "--backend", "verl", "--output", output).output
-    )
-    result = invoke(script, "--backend", "verl", *allow.split(), "--output", output)
+    assert f"to import without them: {allow}\n" in invoke(script, "--output", output).output
+    assert not output.exists()
+    result = invoke(script, *allow.split(), "--output", output)
     assert result.exit_code == 0, result.output
-    settings = load_config(output)
-    assert (settings.train.backend, settings.external.strategy, settings.external.num_nodes) == (
-        "verl",
-        "megatron",
-        16,
-    )
-    assert (settings.train.num_ranks, settings.train.sequence_parallel) == (256, 8)
-    actor = "++actor_rollout_ref.actor.megatron"
-    assert f"{actor}.pipeline_model_parallel_size=4" in settings.external.overrides
-    assert (
-        f"{actor}.override_transformer_config.num_layers_in_last_pipeline_stage=22"
-        in settings.external.overrides
-    )
+    train = load_config(output).train
+    assert (train.num_ranks, train.sequence_parallel, train.expert_parallel) == (256, 8, 8)
+    assert train.gradient_checkpointing
 
 
 def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
@@ -220,14 +203,11 @@ def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
     assert invoke(script).exit_code == 0
 
 
-def test_keys_need_their_own_trainer(tmp_path: Path) -> None:
+def test_a_command_needs_the_file_that_it_names(tmp_path: Path) -> None:
     script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
-    assert "--backend mindspeed-rl" in invoke(script).output
-    refused(
-        "the settings are mindspeed-rl's; use --backend mindspeed-rl", script, "--backend", "verl"
-    )
     starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
     refused(r"the command sets no training keys.*\n.*dapo_32b is not among the given files", starts)
+    assert "--allow megatron_training.data_path" in invoke(script).output
 
 
 def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:

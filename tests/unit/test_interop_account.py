@@ -73,6 +73,24 @@ def test_a_folder_for_rollouts_saves_all_of_them() -> None:
     assert "train.save_rollouts_every" not in ours({"trainer.rollout_data_dir": None})
 
 
+def test_adapters_have_verls_scale_and_modules() -> None:
+    model = "actor_rollout_ref.model"
+    adapters = ours({f"{model}.lora_rank": 64, f"{model}.lora_alpha": 16})
+    assert (adapters["train.lora.rank"], adapters["train.lora.alpha"]) == (64, 16)
+    assert "train.lora.targets" not in adapters  # all linear modules in both
+    named = {f"{model}.lora_rank": 8, f"{model}.target_modules": ["q_proj", "v_proj"]}
+    assert ours(named)["train.lora.targets"] == ["q_proj", "v_proj"]
+    assert "train.lora.alpha" not in ours({f"{model}.lora_alpha": 64})  # without a rank
+    (entry,) = account()(LARGE | named | {f"{model}.target_modules": ".*proj"}).blocking()
+    assert "list the modules' names" in entry.note
+
+
+def test_a_frozen_vision_tower_stays_frozen_where_verl_reads_the_key() -> None:
+    frozen = {"actor_rollout_ref.actor.freeze_vision_tower": True}
+    assert account("0.7.0")(LARGE | frozen).tree()["train"]["freeze"] == ["vision"]
+    assert "train.freeze" not in ours(frozen)  # 0.9 trains the tower in spite of it
+
+
 def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     settings = {key: value for key, value in LARGE.items() if key != "trainer.total_training_steps"}
     settings["trainer.total_epochs"] = 10

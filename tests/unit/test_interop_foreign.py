@@ -43,7 +43,7 @@ def refused(*sets: str) -> list[str]:
         (f"{ACTOR}.grad_clip=0.5", "here train.max_grad_norm=0.5"),
         (
             f"{ACTOR}.megatron.tensor_model_parallel_size=4",
-            "not supported here: Megatron needs train.backend=verl.",
+            "not needed here: Megatron's layout and kernels.",
         ),
         ("algorithm.adv_estimator=gae", "here algorithm.advantage: Without norm_adv"),
         ("reward_model.overlong_buffer.len=4096", "here reward.overlong.buffer_tokens"),

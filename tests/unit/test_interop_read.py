@@ -16,8 +16,9 @@ from interop import ForeignConfigError
 from interop.foreign_config import Setting
 from interop.hydra import setting_of, settings_of_yaml
 from interop.read import read_files
-from tests.verl_composed import folder_beside
+from tests.verl_wheels import folder_with
 
+PACKAGES = ("hydra-core==1.3.2", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3")
 HYDRA = """
 import json, sys
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -70,7 +71,7 @@ def test_overrides_are_parsed_like_hydra() -> None:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(folder_beside())},
+        env={**os.environ, "PYTHONPATH": str(folder_with("hydra", *PACKAGES))},
     )
     assert done.returncode == 0, done.stderr
     for text, theirs in zip(texts, json.loads(done.stdout), strict=True):

@@ -24,6 +24,7 @@ ADDED = re.compile(
     r"|(reward\.)?custom_reward_function\.reward_kwargs\.\*"
     r"|actor_rollout_ref\.(rollout\.(engine_kwargs\.vllm\.\*|limit_images)|ref\.model\.(\*|path)"
     r"|model\.override_config\.(attention_dropout|embd_pdrop|resid_pdrop)"
+    r"|actor\.megatron\.override_transformer_config\.(\w+|\*)"
     r"|actor\.optim\.override_optimizer_config\.eps)|model_engine|hydra\.(run\.dir|output_subdir)"
 )
 # For keys that some versions ignore: the files in the wheel that read them, and a pattern.

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -515,23 +514,6 @@ def test_shared_devices_count_once(
     failed = found(placed("colocated"), FAIL)
     [once] = [finding for finding in failed if "expandable_segments" in finding.found]
     assert once.found.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True: ")
-
-
-def test_devices_of_a_cluster_are_not_counted_on_this_machine(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def checked(**external: Any) -> set[str]:
-        train = {"backend": "verl", "device": "cuda", "num_ranks": 32}
-        config = recipe(
-            tmp_path, model, train=train, external={"python": sys.executable, **external}
-        )
-        return {finding.check for finding in found(config, FAIL)}
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert "devices" in checked()
-    assert "devices" not in checked(job_server="http://head:8265")
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert "devices" not in checked()
 
 
 def test_versions_that_form_no_known_set_are_a_warning(

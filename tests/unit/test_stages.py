@@ -78,10 +78,8 @@ READS = {
         "checkpoint.",
         "validation.",
         "model.trust_remote_code",
-        "external.strategy",
-        "external.overrides",
     ),
-    "merge_checkpoint": ("merge.", "external.converter"),
+    "merge_checkpoint": ("merge.",),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
 # In the key by content: the path does not count.

@@ -1,1 +1,0 @@
-"""Render the command line, environment and files that start another trainer."""

@@ -1,3 +1,0 @@
-"""Another trainer (train.backend) as the training stage: launch, progress, resume, conversion of
-checkpoints.
-"""
