@@ -1,7 +1,7 @@
 """Shows which groups are trained on: runs the sampler over simulated engines with realistic
 response lengths.
 
-    .venv/bin/python bench/selection.py [--steps 50] [--slots 256]
+    .venv/bin/python bench/selection.py [--steps 200] [--slots 256]
 
 The sampler is real; engines and clock are simulated, and no model runs. Lengths are log-normal with
 the published mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the
@@ -243,12 +243,17 @@ def simulate(
 def compared_settings() -> dict[str, SamplerConfig]:
     """Settings to compare, by name. 3 P prompts are open, as in the default recipe."""
     base: dict[str, Any] = {"gen_prompts": 3 * TRAIN_PROMPTS, "max_seconds_without_kept": 1e12}
-    ahead = {**base, "gen_prompts": 5 * TRAIN_PROMPTS}
+    ahead = {**base, "gen_prompts": 5 * TRAIN_PROMPTS, "max_staleness": 4}
     return {
-        "`max_staleness: 2`, the default": SamplerConfig(**base),
-        "`max_staleness: 0`": SamplerConfig(**base, max_staleness=0),
+        "the defaults: `window: 0.3`, `max_staleness: 3`": SamplerConfig(**base),
+        "`window: 0`, strict order": SamplerConfig(**base, window=0),
+        "`window: 0.1`": SamplerConfig(**base, window=0.1),
+        "`window: 1`": SamplerConfig(**base, window=1),
+        "`max_staleness: 2`": SamplerConfig(**base, max_staleness=2),
         "`max_staleness: 1`": SamplerConfig(**base, max_staleness=1),
-        "`max_staleness: 4`, 5 P open": SamplerConfig(**ahead, max_staleness=4),
+        "`max_staleness: 0`": SamplerConfig(**base, max_staleness=0),
+        "`max_staleness: 4`, 5 P open": SamplerConfig(**ahead),
+        "`max_staleness: 4`, 5 P open, `window: 0`": SamplerConfig(**ahead, window=0),
     }
 
 
@@ -258,7 +263,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--steps", type=int, default=50, help="training steps (default: %(default)s)"
+        "--steps", type=int, default=200, help="training steps (default: %(default)s)"
     )
     parser.add_argument(
         "--slots",
@@ -283,9 +288,9 @@ def main() -> None:
         found = simulate(settings, arguments.steps, TRAIN_PROMPTS, NUM_ENGINES, arguments.slots)
         print(
             f"| {name} | {found.kept_length:,.0f} | {found.signal_length:,.0f} | "
-            f"{found.difference:+.1%} | "
+            f"{found.difference:+.2%} | "
             f"{found.cut_share:.1%} | {found.idle_share:.0%} | {found.ticks_per_step:,.0f} | "
-            f"{found.waste_ratio:.0%} | {found.mean_age:.1f} (at most {found.max_age}) |"
+            f"{found.waste_ratio:.0%} | {found.mean_age:.2f} (at most {found.max_age}) |"
         )
 
 

@@ -26,7 +26,14 @@ class SamplerConfig(Section):
         "raise", "If too few groups have signal: raise, train on those found, or skip the step."
     )
     max_staleness: int = key(
-        2, "Maximum training steps between sampling a group and training on it.", ge=0, le=64
+        3, "Maximum training steps between sampling a group and training on it.", ge=0, le=64
+    )
+    window: float = key(
+        0.3,
+        "A step may take any group with signal among the first (1 + window) train_prompts in line, "
+        "so that it does not wait for the longest responses. 0: strict prompt order.",
+        ge=0,
+        le=1,
     )
     max_seconds_without_kept: float = volatile(
         1800.0, "Seconds without a new group with signal after which training fails.", gt=0

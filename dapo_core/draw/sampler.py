@@ -44,9 +44,11 @@ class _DrawState:
 class Sampler:
     """Fills training steps with groups that have signal.
 
-    A step takes the first P = train_prompts of them in prompt order, whatever their length. Later
-    groups, finished or not, carry over into the next step. At most (1 + max_staleness) * P prompts
-    are open at a time, so no group gets older than max_staleness steps.
+    The line holds the open prompts, in prompt order. A step is full once P = train_prompts of the
+    first (1 + window) * P in line are groups with signal; it takes the earliest P of them, whatever
+    their length. Other groups, finished or not, carry over into the next step. At most
+    (1 + max_staleness) * P prompts are open at a time, and a step waits for groups that it could
+    not pass over without making them older than max_staleness steps.
 
     With `is_deterministic`, a step is complete only once no group is in flight, so the result does
     not depend on timing.
@@ -71,7 +73,8 @@ class Sampler:
         self.clock = progress.clock
         self.surplus: list[Group] = []  # with signal, for later steps
         self.unfinished: list[GroupRequest] = []
-        self._submitted: dict[int, int] = {}  # groups in flight: tokens at submission, by group id
+        # groups in flight by id: the step that drew it, its tokens at submission
+        self._submitted: dict[int, tuple[int, int]] = {}
 
     def draw(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> Draw:
         """Return the groups of training step `step`; calls `while_waiting` about once a second.
@@ -95,7 +98,8 @@ class Sampler:
                 self._give_up(state)
                 break
             self._record(self.source.finished(), state)
-            num_new_tokens = self.source.num_tokens_in_flight - sum(self._submitted.values())
+            num_before = sum(num_tokens for _, num_tokens in self._submitted.values())
+            num_new_tokens = self.source.num_tokens_in_flight - num_before
             self.progress.show(state.account, state.num_drawn, len(state.ready), num_new_tokens)
             while_waiting()
             self._check_progress(state)
@@ -114,13 +118,18 @@ class Sampler:
         self.unfinished = [GroupRequest(item.group_id, item.prompt, step) for item in items]
 
     def _chosen(self, state: _DrawState) -> list[int]:
-        """Return the ids of the groups that are certain to be trained on; at most P."""
+        """Return the ids of the groups that the step takes if it ends now; at most P."""
         if self.is_deterministic and self.source.num_in_flight:
             return []
-        open_ids = [*self._submitted, *(request.group_id for request in self.unfinished)]
-        first_open = min(open_ids, default=self.stream.position)
-        certain = sorted(group_id for group_id in state.ready if group_id < first_open)
-        return certain[: self.train_prompts]
+        waiting = {request.group_id: request.step for request in self.unfinished}
+        waiting |= {group_id: step for group_id, (step, _) in self._submitted.items()}
+        oldest = state.step - self.settings.max_staleness
+        due = [group_id for group_id, step in waiting.items() if step <= oldest]
+        first_due = min(due, default=self.stream.position)
+        num_ahead = self.train_prompts + round(self.settings.window * self.train_prompts)
+        line = sorted([*state.ready, *waiting])[:num_ahead]
+        taken = [group_id for group_id in line if group_id in state.ready and group_id < first_due]
+        return taken[: self.train_prompts]
 
     def _num_to_draw(self, state: _DrawState) -> int:
         """Return how many prompts to draw: gen_prompts are open, within P and (1 + staleness) P."""
@@ -155,14 +164,16 @@ class Sampler:
         state.num_drawn += count
 
     def _submit(self, requests: Sequence[GroupRequest]) -> None:
-        self._submitted |= {request.group_id: request.num_response_tokens for request in requests}
+        self._submitted |= {
+            request.group_id: (request.step, request.num_response_tokens) for request in requests
+        }
         self.source.submit(requests)
 
     def _record(self, finished: Sequence[Group], state: _DrawState) -> None:
         """Account for finished groups; those with signal become ready."""
         account = state.account
         for group in finished:
-            num_before = self._submitted.pop(group.group_id)
+            _, num_before = self._submitted.pop(group.group_id)
             account.generated_tokens += group.num_response_tokens - num_before
             account.add_finished(group)
             if not self.settings.dynamic or has_signal(group, self.settings.metric, self.compat):
@@ -179,7 +190,7 @@ class Sampler:
         late, requests = self.source.suspend()
         self._record(late, state)
         for request in requests:
-            num_before = self._submitted.pop(request.group_id)
+            _, num_before = self._submitted.pop(request.group_id)
             account.generated_tokens += request.num_response_tokens - num_before
         self.unfinished += requests
         account.carried_out_groups = len(self.unfinished)

@@ -269,12 +269,16 @@ def _decoding_steps(
     """Return the decoding steps per training step, each with at most `slots` sequences.
 
     If groups carry over into later steps, engines stay full and a response of maximum length
-    spreads over sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
+    spreads over as many steps as it may wait. Otherwise the step lasts until the last response
+    ends.
     """
     sampler, rollout = config.sampler, config.rollout
     if config.samples_ahead and not config.run.deterministic:
         slots = min(slots, sampler.gen_prompts * rollout.group_size / rollout.num_workers)
-        return max(drawn * lengths.response / slots, responses[-1] / sampler.max_staleness)
+        num_steps: float = sampler.max_staleness
+        if not sampler.window:  # it is waited for at the head of the line
+            num_steps = min(num_steps, sampler.gen_prompts / config.train.train_prompts - 1)
+        return max(drawn * lengths.response / slots, responses[-1] / num_steps)
     order = [
         responses[number * len(responses) // math.ceil(drawn)] for number in range(math.ceil(drawn))
     ]

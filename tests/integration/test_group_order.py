@@ -67,7 +67,7 @@ def _train(world: World, folder: Path, calls: Sequence[int]) -> Seen:
             config = config_of(
                 run={"deterministic": False},
                 custom_reward={"path": str(folder / "scorer.py")},
-                sampler={"gen_prompts": 4 * TRAIN_PROMPTS, "dynamic": True},
+                sampler={"gen_prompts": 4 * TRAIN_PROMPTS, "dynamic": True, "window": 0},
                 rollout={"group_size": 2, "max_response_tokens": 240},
                 train={
                     **{
@@ -126,7 +126,7 @@ def test_unfinished_groups_resume_with_the_version_of_each_token(stream: Seen) -
     assert num_continued > 0
     staleness = [line["sampler/staleness/max"] for line in stream.metrics]
     assert staleness[0] == 0
-    assert 0 < max(staleness) <= 2  # one optimizer step a training step; max_staleness is 2
+    assert 0 < max(staleness) <= 3  # one optimizer step a training step; max_staleness is 3
 
 
 def test_every_token_is_accounted_for_across_steps(stream: Seen) -> None:

@@ -218,10 +218,10 @@ def test_model_references_are_validated() -> None:
         ),
         (
             ["rollout.top_p=0.9"],
-            r"sampler\.max_staleness=2 with rollout\.top_p=0\.9, rollout\.top_k=-1 would train "
+            r"sampler\.max_staleness=3 with rollout\.top_p=0\.9, rollout\.top_k=-1 would train "
             r".*Set sampler\.max_staleness=0, .* or rollout\.top_p=1 and rollout\.top_k=-1",
         ),
-        (["rollout.top_k=20"], r"sampler\.max_staleness=2 with .*rollout\.top_k=20 would train"),
+        (["rollout.top_k=20"], r"sampler\.max_staleness=3 with .*rollout\.top_k=20 would train"),
         (
             ["algorithm.old_log_probs=engine", "rollout.top_p=0.9"],
             r"old_log_probs=engine with rollout\.top_p=0\.9, .* rollout\.top_k=-1, or "

@@ -21,7 +21,7 @@ def test_docs_keys_is_current_and_complete() -> None:
 def test_explain_shows_default_bounds_meaning_and_affected_stages() -> None:
     (key,) = explain("sampler.max_staleness")
     assert (key.default, key.values, key.stages) == (
-        "2",
+        "3",
         "a whole number, >= 0, <= 64",
         "train_policy",
     )

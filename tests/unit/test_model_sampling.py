@@ -67,7 +67,7 @@ def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"rollout\.sampling=model uses Sampling\(temperature=0\.6, top_p=0\.95, top_k=20\) "
-        r"of generation_config\.json, but sampler\.max_staleness=2 with rollout\.top_p=0\.95",
+        r"of generation_config\.json, but sampler\.max_staleness=3 with rollout\.top_p=0\.95",
     ):
         with_model_sampling(make_config(rollout={"sampling": "model"}), tmp_path)
     corrected = {"rollout_correction": {"importance": "token"}}

@@ -37,9 +37,61 @@ def _ids(groups: list[Group]) -> list[int]:
 
 
 def test_long_groups_are_trained_on_in_prompt_order() -> None:
-    sampler = make_sampler(LateSource([MIXED], late={0, 4}, partial_tokens=2), 2)
+    late = LateSource([MIXED], late={0, 4}, partial_tokens=2)
+    sampler = make_sampler(late, 2, window=0, max_staleness=3)
     draws = [sampler.draw(step) for step in range(1, 5)]
     assert [_ids(draw.groups) for draw in draws] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_step_does_not_wait_for_a_long_group_within_the_window() -> None:
+    late = LateSource([MIXED], late={0}, partial_tokens=2)
+    sampler = make_sampler(late, 2, window=0.5, max_staleness=2, gen_prompts=6)
+    draws = [sampler.draw(step) for step in range(1, 5)]
+    # the first three in line may fill a step of two; step 3 waits for 0, drawn by step 1
+    assert [_ids(draw.groups) for draw in draws] == [[1, 2], [3, 4], [0, 5], [6, 7]]
+    assert [len(request.responses) for request in late.continued if not request.group_id] == [2, 2]
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    script=SCRIPTS.filter(lambda script: MIXED in script),
+    burst=st.integers(1, 9),
+    num_late=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+    train_prompts=st.integers(1, 4),
+    gen_prompts=st.integers(1, 24),
+    max_staleness=st.integers(0, 4),
+    window=st.floats(0, 1),
+)
+def test_a_window_trains_every_group_with_signal_within_max_staleness(
+    script: list[list[float]],
+    burst: int,
+    num_late: int,
+    seed: int,
+    train_prompts: int,
+    gen_prompts: int,
+    max_staleness: int,
+    window: float,
+) -> None:
+    source = ScriptedSource(script, burst, num_late, partial_tokens=1, order=random.Random(seed))
+    settings = {"gen_prompts": gen_prompts, "max_staleness": max_staleness, "window": window}
+    sampler = make_sampler(source, train_prompts, max_num_gen_batches=1000, **settings)
+    kept: list[int] = []
+    drawn_in: dict[int, int] = {}
+    for step in range(1, 9):
+        first_new = sampler.stream.position
+        chosen = _ids(sampler.draw(step).groups)
+        drawn_in |= dict.fromkeys(range(first_new, sampler.stream.position), step)
+        assert len(chosen) == train_prompts
+        assert max(step - drawn_in[group_id] for group_id in chosen) <= max_staleness
+        kept += chosen
+        open_ids = [group.group_id for group in [*sampler.surplus, *sampler.unfinished]]
+        num_passed = sum(group_id < max(chosen) for group_id in open_ids)
+        assert num_passed <= round(window * train_prompts)
+        with_signal = [each for each in drawn_in if script[each % len(script)] == MIXED]
+        assert set(with_signal) <= {*kept, *open_ids}
+    assert len(set(kept)) == len(kept) and set(kept) <= set(with_signal)
 
 
 @pytest.mark.slow
@@ -69,6 +121,7 @@ def test_stream_order_trains_every_group_with_signal_within_max_staleness(
         gen_prompts=gen_prompts,
         max_num_gen_batches=1000,
         max_staleness=max_staleness,
+        window=0,
     )
     kept: list[int] = []
     for step in range(1, 7):
@@ -230,14 +283,15 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
 
 
 @pytest.mark.parametrize(
-    ("gen_prompts", "shuffle"),
-    [(7, True), (7, False), (3, True), (10, True)],  # 7 prompts: at each epoch's end, and across it
+    ("gen_prompts", "shuffle", "window"),
+    # 7 prompts: at each epoch's end, and across it
+    [(7, True, 0.5), (7, True, 0), (7, False, 0), (3, True, 0), (10, True, 0)],
 )
 def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
-    gen_prompts: int, shuffle: bool, tmp_path: Path
+    gen_prompts: int, shuffle: bool, window: float, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:
-        values = {"gen_prompts": gen_prompts, "max_staleness": 2}
+        values = {"gen_prompts": gen_prompts, "max_staleness": 2, "window": window}
         source = ScriptedSource(
             [WRONG, MIXED, MIXED, RIGHT, MIXED], burst=2, num_late=1, partial_tokens=2
         )

@@ -118,6 +118,10 @@ def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
     assert seconds_of(ahead.model_copy(update={"rollout": narrow.rollout}), GENERATE) < 0.95 * wave
     half = seconds_of(ahead, GENERATE)
     assert 0.4 * whole < half < 0.6 * whole  # a response of maximum length spreads over two steps
+    third = changed("sampler", gen_prompts=192, max_staleness=3)
+    assert seconds_of(third, GENERATE) < 0.8 * half
+    in_line = changed("sampler", gen_prompts=192, max_staleness=3, window=0)
+    assert seconds_of(in_line, GENERATE) == half  # three steps are open, the first one is full
 
 
 def test_small_micro_batches_are_limited_by_communication() -> None:
