@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
-from dapo_core.draw.groups import Group
+from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.draw.sampler import Sampler
@@ -75,8 +76,14 @@ def test_a_window_trains_every_group_with_signal_within_max_staleness(
     window: float,
 ) -> None:
     source = ScriptedSource(script, burst, num_late, partial_tokens=1, order=random.Random(seed))
-    settings = {"gen_prompts": gen_prompts, "max_staleness": max_staleness, "window": window}
-    sampler = make_sampler(source, train_prompts, max_num_gen_batches=1000, **settings)
+    sampler = make_sampler(
+        source,
+        train_prompts,
+        gen_prompts=gen_prompts,
+        max_num_gen_batches=1000,
+        max_staleness=max_staleness,
+        window=window,
+    )
     kept: list[int] = []
     drawn_in: dict[int, int] = {}
     for step in range(1, 9):
@@ -86,12 +93,14 @@ def test_a_window_trains_every_group_with_signal_within_max_staleness(
         assert len(chosen) == train_prompts
         assert max(step - drawn_in[group_id] for group_id in chosen) <= max_staleness
         kept += chosen
-        open_ids = [group.group_id for group in [*sampler.surplus, *sampler.unfinished]]
+        waiting: list[Group | GroupRequest] = [*sampler.surplus, *sampler.unfinished]
+        open_ids = [group.group_id for group in waiting]
         num_passed = sum(group_id < max(chosen) for group_id in open_ids)
         assert num_passed <= round(window * train_prompts)
         with_signal = [each for each in drawn_in if script[each % len(script)] == MIXED]
         assert set(with_signal) <= {*kept, *open_ids}
-    assert len(set(kept)) == len(kept) and set(kept) <= set(with_signal)
+    assert len(set(kept)) == len(kept)
+    assert set(kept) <= set(with_signal)
 
 
 @pytest.mark.slow
@@ -251,7 +260,7 @@ def test_groups_of_other_settings_are_sampled_again_in_prompt_order() -> None:
 def test_deterministic_draws_do_not_depend_on_timing(
     script: list[list[float]], burst: int, seed: int
 ) -> None:
-    values = {"gen_prompts": 5, "on_exhausted": "train_partial"}
+    values: dict[str, Any] = {"gen_prompts": 5, "on_exhausted": "train_partial"}
     steady = make_sampler(ScriptedSource(script, burst=1), 3, is_deterministic=True, **values)
     shuffled_source = ScriptedSource(
         script, burst, num_late=1, partial_tokens=1, order=random.Random(seed)
@@ -291,7 +300,7 @@ def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
     gen_prompts: int, shuffle: bool, window: float, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:
-        values = {"gen_prompts": gen_prompts, "max_staleness": 2, "window": window}
+        values: dict[str, Any] = {"gen_prompts": gen_prompts, "max_staleness": 2, "window": window}
         source = ScriptedSource(
             [WRONG, MIXED, MIXED, RIGHT, MIXED], burst=2, num_late=1, partial_tokens=2
         )
