@@ -219,7 +219,7 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     model = str(about.get("model_name") or "unknown")
     first_filter = min(str(line.get("filter")) for line in lines)
     lines = [line for line in lines if str(line.get("filter")) == first_filter]
-    settings = _requests(lines[0])[0][1]
+    settings = requests_of(lines[0])[0][1]
     # a continuation: the log-likelihoods of options, without sampling
     if isinstance(settings, str):
         rows = [_options_row(line) for line in lines]
@@ -230,7 +230,7 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
         stop=(until,) if isinstance(until, str) else tuple(map(str, until)),
     )
     rows = [
-        _row(line["doc_id"], _messages(_requests(line)[0][0]), response, _generated_gold(line))
+        _row(line["doc_id"], _messages(requests_of(line)[0][0]), response, _generated_gold(line))
         for line in lines
         for response in line["resps"][0]
     ]
@@ -266,7 +266,7 @@ def _options_row(line: Mapping[str, Any]) -> Row:
     Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has
     several options.
     """
-    requests = _requests(line)
+    requests = requests_of(line)
     prompt = requests[0][0]
     pairs = [
         (str(option).strip(), float(result[0]))
@@ -287,7 +287,7 @@ def _options_row(line: Mapping[str, Any]) -> Row:
     return _row(line["doc_id"], _messages(prompt), likeliest, gold, details=details)
 
 
-def _requests(line: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def requests_of(line: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Return a document's requests: (prompt, settings or an option); version 0.4.2 lists them.
 
     A chat prompt is a list of one JSON text.
@@ -297,6 +297,13 @@ def _requests(line: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(one[0], one[1]) for one in found]
     named = [found[f"gen_args_{number}"] for number in range(len(found))]
     return [(one["arg_0"], one["arg_1"]) for one in named]
+
+
+def first_text(responses: Any) -> str | None:
+    """Return the first text in lm-eval's nested lists of responses; None without one."""
+    while isinstance(responses, list) and responses:
+        responses = responses[0]
+    return responses if isinstance(responses, str) else None
 
 
 def _messages(prompt: Any) -> Prompt:

@@ -67,24 +67,29 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
     """
     match = _GATE.fullmatch(text.strip())
     if match is None:
-        raise GateError(f"evaluate.gates: {text!r} is not of the form {FORM}")
+        raise GateError(f"evaluate.gates or --gate: {text!r} is not of the form {FORM}")
     name, metric = match["name"], match["metric"] or ACCURACY
     column, shift = match["column"], match["shift"] or "0"
     if match["bound"] in columns:  # a column such as qwen3-8, which also reads as "qwen3 minus 8"
         column, shift = match["bound"], "0"
     if benchmarks and name not in (*benchmarks, POOLED):
         raise GateError(
-            f"evaluate.gates: {text!r}: no benchmark {name}{nearest(name, (*benchmarks, POOLED))}"
+            f"evaluate.gates or --gate: {text!r}: no benchmark "
+            f"{name}{nearest(name, (*benchmarks, POOLED))}"
         )
     if metric not in METRICS:
-        raise GateError(f"evaluate.gates: {text!r}: no metric {metric}{nearest(metric, METRICS)}")
+        raise GateError(
+            f"evaluate.gates or --gate: {text!r}: no metric {metric}{nearest(metric, METRICS)}"
+        )
     if benchmarks and name == POOLED and metric != ACCURACY:
         raise GateError(
-            f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a "
-            "benchmark"
+            f"evaluate.gates or --gate: {text!r}: {POOLED} has no {metric}, only its accuracy; "
+            "name a benchmark"
         )
     if column is not None and column not in columns:
-        raise GateError(f"evaluate.gates: {text!r}: no column {column}{nearest(column, columns)}")
+        raise GateError(
+            f"evaluate.gates or --gate: {text!r}: no column {column}{nearest(column, columns)}"
+        )
     points = float(match["bound"]) if column is None else float("".join(shift.split()))
     return Gate(text.strip(), name if benchmarks else POOLED, metric, match["sign"], column, points)
 

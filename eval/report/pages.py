@@ -141,6 +141,7 @@ def _environment(is_html: bool) -> jinja2.Environment:
         "verdict_name": lambda verdict: verdict.replace("_", " "),
         "cell": _cell,
         "id_cell": _id_cell,
+        "tail_cell": lambda text: _cell(" ".join(text.split())[-_MAX_CELL_CHARS:]),
         "plain_cell": _plain_cell,
         "answer_cell": _answer_cell,
         "paragraph": _paragraph,

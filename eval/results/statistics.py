@@ -84,9 +84,10 @@ def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
     chances: np.ndarray = np.ones(1)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         if size:
-            spread = np.zeros(size * count + 1)
-            spread[::size] = _fair_binomial(count)
-            chances = np.convolve(chances, spread)
+            spread = np.zeros(len(chances) + size * count)
+            for heads, chance in enumerate(_fair_binomial(count)):
+                spread[size * heads : size * heads + len(chances)] += chance * chances
+            chances = spread
     return chances
 
 

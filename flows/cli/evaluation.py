@@ -34,9 +34,10 @@ SidesArgument = Annotated[
     typer.Argument(
         metavar="SIDE",
         help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or end), "
-        "or latest, latest~1. With --history, any number; default: every run in the store. To "
-        "compare trainings: any number of runs and logs (a metrics file, or a console log of verl "
-        "or MindSpeed).",
+        "or latest, latest~1; or two logs of lm-eval, inspect_ai, evalscope, AISBench or NeMo "
+        "Evaluator, or two tables (csv, jsonl ...) with item and score. With --history, any "
+        "number; default: every run in the store. To compare trainings: any number of runs and "
+        "logs (a metrics file, or a console log of verl or MindSpeed).",
     ),
 ]
 HistoryOption = Annotated[
@@ -47,8 +48,14 @@ PageOption = Annotated[
     Path | None,
     typer.Option(help="Folder for report.json, .md and .html; or history.html; or trainings.html."),
 ]
-BenchmarkOption = Annotated[
-    str | None, typer.Option(help="With --history: one benchmark of suites.")
+SelectOption = Annotated[
+    str | None,
+    typer.Option(
+        "--benchmark",
+        "--score",
+        help="With --history: one benchmark of suites. With other programs' logs: the score to "
+        "compare, if they have several.",
+    ),
 ]
 MetricsOption = Annotated[
     Path | None, typer.Option(help="metrics.jsonl of the training in between, for its curves.")
@@ -251,7 +258,8 @@ def _compare(
 
 @app.command(
     epilog="Example: dapo compare before after; dapo compare latest~1 latest; "
-    "dapo compare --history; dapo compare verl.log latest --output trainings",
+    "dapo compare before.csv after.csv --gate 'gsm8k >= before - 1'; dapo compare --history; dapo "
+    "compare verl.log latest --output trainings",
     short_help="Compare evaluations, runs, or training logs.",
 )
 def compare(
@@ -261,7 +269,7 @@ def compare(
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
-    benchmark: BenchmarkOption = None,
+    select: SelectOption = None,
     metrics: MetricsOption = None,
 ) -> None:
     """Compare two evaluations of the same items, item by item, or with --history many over time.
@@ -269,33 +277,66 @@ def compare(
     A run stands for its evaluation after training. For two runs, differing configuration keys are
     listed too. If any side is a training log, training metrics and curves are compared instead.
     """
+    from eval.logs.scored import program_of
     from tasks.runs.history import find_evaluation, find_run
 
     given = sides or []
+    if not is_history and any(program_of(Path(side)) for side in given):
+        if baselines or metrics:
+            raise typer.BadParameter(
+                "does not apply to other programs' logs", param_hint="--baseline, --metrics"
+            )
+        _print_logs(given, select, gates, output)
+        return
     if is_history:
         paths = [
             Path(side) if Path(side).exists() else find_run(store, side, "report").folder
             for side in given
         ]
-        _print_history(paths or [store], output, benchmark)
+        _print_history(paths or [store], output, select)
         return
     if any(Path(side).is_file() for side in given):
-        if baselines or gates or benchmark:
+        if baselines or gates or select:
             raise typer.BadParameter(
                 "--baseline, --gate and --benchmark do not apply to training logs"
             )
         _print_trainings(given, store, output)
         return
-    if len(given) != 2:
-        raise typer.BadParameter(
-            f"needs BEFORE and AFTER, got {len(given)}; add --history for more"
-        )
+    _require_two(given)
+    if select is not None:
+        raise typer.BadParameter("applies with --history only", param_hint="--benchmark")
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
     from eval.report.suite_report import Models
 
     models = Models(before, after, read_baselines(baselines))
     _compare(models, gates, metrics, output)
+
+
+def _require_two(sides: list[str]) -> None:
+    if len(sides) != 2:
+        raise typer.BadParameter(
+            f"needs BEFORE and AFTER, got {len(sides)}; add --history for more"
+        )
+
+
+def _print_logs(
+    sides: list[str], score: str | None, gates: list[str] | None, output: Path | None
+) -> None:
+    """Print the comparison of two logs of other programs; exit with 3 if a gate failed."""
+    from eval.logs.scored import compare_logs
+    from flows.console import print_markdown
+
+    _require_two(sides)
+    before, after = sides
+    result = compare_logs(before, after, score).check(gates or ())
+    print_markdown(result.markdown())
+    typer.echo("")
+    if output is not None:
+        result.write(output)
+        typer.secho(f"Report: {output / 'report.html'}", bold=True)
+    typer.secho(result.verdict, bold=True)
+    exit_by_gates({"is_failed": result.is_failed})
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
