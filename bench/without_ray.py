@@ -146,7 +146,7 @@ def join_alone(meeting_point: str, config: TrainingConfig) -> None:
     """Make this process the only rank of a process group on the configuration's device."""
     device = device_for(config.train.device)
     device.require()
-    torch.set_num_threads(config.train.threads_per_rank)
+    torch.set_num_threads(config.threads_per_rank)
     seed_generators(config.run.seed, 0, num_optimizer_steps=0)
     backends = device.backends(True)
     address = f"file://{meeting_point}"

@@ -81,9 +81,9 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     """
     accelerator: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
-    threads = rollout.threads_per_worker
+    threads = config.threads_per_worker
     if train.is_colocated:
-        threads = max(threads, train.threads_per_rank)
+        threads = max(threads, config.threads_per_rank)
     part = {"CPU": threads} | accelerator
     num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
@@ -92,7 +92,7 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
         engines = [Demand(rollout.tensor_parallel, part, on_one_node=True)] * num_stages
     if train.is_colocated:
         return engines
-    return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | accelerator), *engines]
+    return [Demand(train.num_ranks, {"CPU": config.threads_per_rank} | accelerator), *engines]
 
 
 def place_roles(

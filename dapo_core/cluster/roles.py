@@ -58,7 +58,7 @@ class PolicyRank(_Process, Policy):
         self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig
     ) -> None:
         """Join the other ranks and load this rank's part of the model."""
-        device = _own_device(config, config.train.threads_per_rank)
+        device = _own_device(config, config.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         backends = device.backends(config.train.offload_shards)
         torch.distributed.init_process_group(backends, address, rank=rank, world_size=num_ranks)
@@ -136,7 +136,7 @@ def _own_device(config: TrainingConfig, num_threads: int) -> Device:
 def _load_engine(
     model_path: str, config: TrainingConfig, part: EnginePart, followers: Followers | None = None
 ) -> Engine:
-    device = _own_device(config, config.rollout.threads_per_worker)
+    device = _own_device(config, config.threads_per_worker)
     settings = engine_settings(config, device)
     if settings.num_parts > 1:
         from dapo_core.engines.vllm_engine import TensorParallelEngine

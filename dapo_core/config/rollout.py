@@ -26,7 +26,13 @@ class RolloutConfig(Section):
     tensor_parallel: int = volatile(1, "Devices per pipeline stage, all on one node.", ge=1, le=64)
     pipeline_parallel: int = volatile(1, "Pipeline stages per engine; may span nodes.", ge=1, le=64)
     expert_parallel: bool = volatile(False, "Give each of an engine's devices whole experts.")
-    threads_per_worker: int = volatile(2, "CPU threads per engine device.", ge=1, le=1024)
+    threads_per_worker: int | None = volatile(
+        None,
+        "CPU threads per engine device; unset: on a CPU all cores, divided over the engines' "
+        "devices, else 2.",
+        ge=1,
+        le=1024,
+    )
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     chat_template_kwargs: JsonObject = key(
         {}, "Chat template arguments, such as {enable_thinking: false}; also for validation."

@@ -88,7 +88,12 @@ class TrainConfig(Section):
     expert_parallel: int = volatile(
         1, "Ranks that divide the experts of each layer; tokens travel to them.", ge=1, le=1024
     )
-    threads_per_rank: int = volatile(1, "CPU threads per rank.", ge=1, le=1024)
+    threads_per_rank: int | None = volatile(
+        None,
+        "CPU threads per rank; unset: on a CPU all cores, divided over the ranks, else 1.",
+        ge=1,
+        le=1024,
+    )
     micro_batch_tokens: int = volatile(32768, "Maximum tokens per device in one micro-batch.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens per chunk of logits; bounds memory.", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = key(

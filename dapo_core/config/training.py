@@ -6,6 +6,7 @@ Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from typing import Literal
 
@@ -124,9 +125,28 @@ class TrainingConfig(Section):
         return self.train.num_ranks + (0 if self.train.is_colocated else self.rollout.num_devices)
 
     @property
+    def threads_per_rank(self) -> int:
+        """CPU threads of a rank."""
+        return self.train.threads_per_rank or self._threads(self.train.num_ranks, 1)
+
+    @property
+    def threads_per_worker(self) -> int:
+        """CPU threads of an engine part."""
+        return self.rollout.threads_per_worker or self._threads(self.rollout.num_devices, 2)
+
+    def _threads(self, num_processes: int, elsewhere: int) -> int:
+        """Return each process's share of this machine's cores, or `elsewhere` on other machines.
+
+        Ranks and engines each get all cores: ranks update while engines wait, and vice versa.
+        """
+        if self.train.device != "cpu" or self.train.ray_address is not None:
+            return elsewhere
+        return max(len(os.sched_getaffinity(0)) // num_processes, 1)
+
+    @property
     def num_cpus(self) -> int:
         """CPUs that ranks and engines request from Ray; those on one device share theirs."""
-        per_rank, per_engine = self.train.threads_per_rank, self.rollout.threads_per_worker
+        per_rank, per_engine = self.threads_per_rank, self.threads_per_worker
         if self.train.is_colocated:
             return self.train.num_ranks * max(per_rank, per_engine)
         return self.train.num_ranks * per_rank + self.rollout.num_devices * per_engine

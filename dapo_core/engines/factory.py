@@ -46,7 +46,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         top_k=config.rollout.top_k,
         memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
         memory_utilization=config.rollout.memory_utilization,
-        threads=config.rollout.threads_per_worker,
+        threads=config.threads_per_worker,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel=config.rollout.tensor_parallel,
         pipeline_parallel=config.rollout.pipeline_parallel,

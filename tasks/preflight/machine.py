@@ -77,7 +77,7 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
         device.require()
         if device.kind == "cpu":
             cores = len(os.sched_getaffinity(0))
-            num_threads = train.num_ranks * train.threads_per_rank
+            num_threads = train.num_ranks * config.threads_per_rank
             findings.add("devices", OK, f"{cores} cores; {num_threads} threads of policy ranks")
             return
         names = device.visible(os.environ)

@@ -206,10 +206,9 @@ def sized(
     if not is_cpu and machine.num_devices == 1:
         train["placement"] = "colocated"
     if is_cpu:
-        rollout |= {"threads_per_worker": machine.num_cores, "max_num_seqs": 64}
+        rollout["max_num_seqs"] = 64
         rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response)
         serve |= {"memory_gigabytes": cache_gigabytes(facts, lengths.served), "eager": True}
-        train["threads_per_rank"] = machine.num_cores
     return {
         "rollout": rollout,
         "reward": {"overlong": {"buffer_tokens": lengths.buffer}},

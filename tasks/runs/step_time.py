@@ -134,9 +134,8 @@ def _hardware(config: ChainConfig) -> tuple[Any, ...]:
 def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
     train = config.train
     if train.device == "cpu":
-        return Machine(
-            cpu_rates(train.threads_per_rank), cpu_rates(config.rollout.threads_per_worker), None
-        )
+        ranks, engines = cpu_rates(config.threads_per_rank), cpu_rates(config.threads_per_worker)
+        return Machine(ranks, engines, None)
     if train.device_model is None:
         raise ConfigError(
             f"the time of a step on train.device={train.device} depends on the device: set "

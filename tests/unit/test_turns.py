@@ -104,6 +104,17 @@ def test_shared_devices_and_threads_count_once() -> None:
     assert lines == [("policy and rollouts, on the same", 4, "devices", "train.num_ranks")]
 
 
+def test_ranks_and_engines_each_use_all_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    unset: dict[str, Any] = {"num_workers": 4, "threads_per_worker": None}
+    alone = config_of(train={"num_ranks": 2}, rollout=unset)
+    assert (alone.threads_per_rank, alone.threads_per_worker, alone.num_cpus) == (6, 3, 24)
+    # other machines may have fewer cores than this one
+    for elsewhere in ({"ray_address": "10.0.0.1:6379"}, {"device": "npu"}):
+        other = config_of(train={"num_ranks": 2, **elsewhere}, rollout=unset)
+        assert (other.threads_per_rank, other.threads_per_worker) == (1, 2)
+
+
 def test_colocated_ranks_and_engines_must_match() -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(train={"placement": "colocated"}, rollout={"num_workers": 3})
