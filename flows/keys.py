@@ -32,7 +32,12 @@ _SIGNS = {
     **{"min_length": "length >=", "max_length": "length <="},
 }
 # Keys that name a file: the stage that reads it depends on its content, not on its path.
-_READERS = {"data": "prepare_data", "model": "fetch_model", "custom_reward": "train_policy"}
+_READERS = {
+    "data": "prepare_data",
+    "model": "fetch_model",
+    "custom_reward": "train_policy",
+    "adopt": "train_policy",
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST
 from durable import read_json_lines
 from eval.requests.run import evaluate_all
+from tasks.adopted import adopt_checkpoint, adopted_weights
 from tasks.artifacts.artifact import Artifact, Output, algorithm_for
 from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
@@ -152,7 +153,7 @@ def train_policy(
     label: str = "train_policy",
     skips_if_locked: bool = False,
 ) -> Artifact:
-    """Train: writes metrics.jsonl and checkpoints/step_NNNNNN.
+    """Train: writes metrics.jsonl and checkpoints/step_NNNNNN. With adopt.folder, adopts that.
 
     If it is stopped, or this process ends, it writes a last checkpoint within flow.stop_seconds;
     the next attempt with the same key resumes from it. Waits while another training holds the lock.
@@ -161,6 +162,10 @@ def train_policy(
     """
     attempt = task_run.run_count or 1
     key = link_of(run.config, label).key(data, model)
+    if run.config.is_adopted:
+        return run.produce(
+            label, key, lambda folder: adopt_checkpoint(run.config, Path(model.path), folder)
+        )
 
     def build(folder: Path) -> Output:
         arguments: list[str | Path] = ["train", run.config_path, "--quiet"]
@@ -212,7 +217,7 @@ def last_metrics(folder: Path) -> dict[str, float]:
 def merge_checkpoint(run: Run, training: Artifact, label: str = "merge_checkpoint") -> Artifact:
     """Merge the final checkpoint, or that of one step, into a Hugging Face folder."""
     key, step = link_of(run.config, label).key(training), step_of(label)
-    source = Path(training.path) if step is None else step_checkpoint(training, step)
+    source = adopted_weights(training) if step is None else step_checkpoint(training, step)
 
     def build(folder: Path) -> Output:
         from dapo_core.merge.run import remove_leftovers

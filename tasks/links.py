@@ -8,12 +8,14 @@ from pathlib import Path
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
 from dapo_core.errors import CheckpointError, ConfigError
+from tasks.adopted import adopted_files
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.config import ChainConfig, ModelConfig
 from tasks.config.evaluate import BaselineConfig
 from tasks.data.sources import source_files
 from tasks.stage_inputs import (
+    adopted_inputs,
     evaluate_model_inputs,
     evaluation_files,
     model_files,
@@ -22,6 +24,7 @@ from tasks.stage_inputs import (
     training_files,
 )
 from tasks.stages import (
+    ADOPT_CHECKPOINT,
     BUILD_MODEL,
     EVALUATE_MODEL,
     EVALUATE_SERVED,
@@ -189,6 +192,8 @@ def _model(config: ChainConfig) -> Link:
 
 def _training(config: ChainConfig) -> Link:
     needs = ("prepare_data", "fetch_model")
+    if config.is_adopted:
+        return Link("train_policy", ADOPT_CHECKPOINT, config, needs, adopted_inputs, adopted_files)
     return Link("train_policy", TRAIN_POLICY, config, needs, train_policy_inputs, training_files)
 
 

@@ -75,6 +75,11 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
     return inputs
 
 
+def adopted_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
+    """The digest of the model before, with which an adopted checkpoint is compared."""
+    return {"model": model.digest}
+
+
 def validates(config: ChainConfig) -> bool:
     """True if training gets the held-out rows."""
     return config.validation.every > 0

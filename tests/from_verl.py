@@ -14,7 +14,8 @@ configurations in verl's wheels {versions}.
 
 `dapo import-config run.sh --output configs/mine.yaml` converts a whole script and accounts for
 every key. If you use a verl key in a recipe, or pass it to `dapo config explain`, the answer names
-ours. [Departures](departures.md) lists what differs despite equal keys.
+ours. [Departures](departures.md) lists what differs despite equal keys. [`dapo adopt`](adopting.md)
+takes what verl trained.
 
 `a.` stands for `actor_rollout_ref.actor.`, `r.` for `actor_rollout_ref.rollout.`, `f.` for
 `actor_rollout_ref.ref.`, `m.` for `actor_rollout_ref.model.`; `x.*` means every key below `x`.

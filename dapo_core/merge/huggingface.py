@@ -23,7 +23,7 @@ class HuggingFaceSource:
     """Tensors of a folder's safetensors files; implements Source."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError for missing, truncated or damaged files, NaN or infinity."""
+        """Raises CheckpointError for missing, truncated or damaged files; reads no values."""
         self.label = str(folder)
         self.model_files = folder
         try:
@@ -42,7 +42,6 @@ class HuggingFaceSource:
                     f"{path} lacks {name}, which the index lists; convert the checkpoint again"
                 )
             self.tensors[name], self._blocks[name] = headers[path][name]
-        self._require_finite()
 
     def pieces(self, name: str) -> list[FilePiece]:
         """The tensor itself: names are kept."""
@@ -59,7 +58,8 @@ class HuggingFaceSource:
             "shards": len({block.path for block in self._blocks.values()}),
         }
 
-    def _require_finite(self) -> None:
+    def require_finite(self) -> None:
+        """Read all values; raises CheckpointError for NaN or infinity."""
         import torch
 
         for name, stored in self.tensors.items():

@@ -69,6 +69,7 @@ class LoraSource:
         self.label, self.model_files = str(adapter.folder), model_files
         self._adapter, self._parameters, self._description = adapter, tensors, description
         self._base = HuggingFaceSource(adapter.base)
+        self._base.require_finite()
         self.tensors = dict(self._base.tensors)
         weights = {f"{name.partition('.lora_')[0]}.weight" for name in tensors}
         self._adapted_by = {file_name(name, self.tensors): adapter_names(name) for name in weights}

@@ -73,6 +73,8 @@ def merge_checkpoint(
     target = target.absolute()  # "." has no name
     _require_empty(target)
     source = open_source(sources, checkpoint, base)
+    if isinstance(source, HuggingFaceSource):
+        source.require_finite()
     model = empty_model(source.model_files)
     tied = _stored_twice(model, source)
     files = _plan(source, model, tied, dtype, max_shard_bytes)
@@ -158,13 +160,28 @@ def _plan(
     source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
 ) -> list[OutputFile]:
     """Plan the files; raises CheckpointError unless they match the architecture's tensors."""
-    computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
-    outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
-    require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
-    files = plan_files(outputs, max_shard_bytes)
+    files = plan_files(checked_outputs(source, model, tied, dtype), max_shard_bytes)
     for file in files:
         file.header()  # fail on an unsupported dtype before writing anything
     return files
+
+
+def checked_outputs(
+    source: Source,
+    model: nn.Module,
+    tied: Collection[str] | None = None,
+    dtype: str = "keep",
+    origin: str = "in its config.json",
+) -> list[OutputTensor]:
+    """Return the tensors to write; raises CheckpointError unless they are exactly the model's.
+
+    `origin` says where the model's architecture comes from. Tied tensors are left out.
+    """
+    tied = _stored_twice(model, source) if tied is None else tied
+    computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
+    outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
+    require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label, origin)
+    return outputs
 
 
 def _dropped(

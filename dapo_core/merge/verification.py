@@ -36,14 +36,19 @@ def empty_model(model_files: Path) -> nn.Module:
     return model
 
 
-def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
-    """Raise CheckpointError unless the outputs are the model's parameters and buffers."""
+def require_architecture(
+    model: nn.Module, outputs: Mapping[str, OutputTensor], label: str, origin: str
+) -> None:
+    """Raise CheckpointError unless the outputs are the model's parameters and buffers.
+
+    `origin` says where the architecture comes from, such as "in its config.json".
+    """
     tied = tied_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     expected, missing, unexpected = match_files(tensors, outputs)
     if missing or unexpected:
         raise CheckpointError(
-            f"{label} does not match the architecture {type(model).__name__} in its config.json: "
+            f"{label} does not match the architecture {type(model).__name__} {origin}: "
             f"missing {sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters "
             "into the model first, or use the transformers version that wrote these names"
         )
@@ -51,9 +56,9 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{name} in {label} has shape {outputs[name].shape}, but {type(model).__name__} needs "
-            f"{tuple(expected[name])} ({len(wrong)} such tensors): config.json and shards belong "
-            "to different models"
+            f"{name} in {label} has shape {outputs[name].shape}, but {type(model).__name__} "
+            f"{origin} needs {tuple(expected[name])} ({len(wrong)} such tensors): they are "
+            "different models"
         )
 
 

@@ -34,14 +34,10 @@ class MetricsLog:
         with writing(self.path):
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
-        """Write one step's line to disk; non-finite numbers become null.
-
-        policy_version is None for other trainers, which do not report it.
-        """
+    def append(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's line to disk; non-finite numbers become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        version = {} if policy_version is None else {"policy_version": policy_version}
-        line = {"step": step, "wall_time": time.time(), **version, **finite}
+        line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
         with writing(self.path):
             append_json_line(self.path, line)
 

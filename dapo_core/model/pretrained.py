@@ -25,6 +25,18 @@ def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -
         )
 
 
+def read_tokenizer(
+    model_path: str | Path, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the folder's tokenizer, with or without a chat template; raises ModelError."""
+    from transformers import AutoTokenizer
+
+    with model_errors(model_path, "has no readable tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+
+
 def load_tokenizer(
     model_path: str | Path, trust_remote_code: bool = False, chat_template: str | Path | None = None
 ) -> PreTrainedTokenizerBase:
@@ -33,12 +45,7 @@ def load_tokenizer(
     Raises ModelError if the tokenizer cannot be read or has no chat template, ConfigError if the
     file cannot be read.
     """
-    from transformers import AutoTokenizer
-
-    with model_errors(model_path, "has no readable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+    tokenizer = read_tokenizer(model_path, trust_remote_code)
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")

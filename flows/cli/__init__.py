@@ -30,7 +30,7 @@ ADVICE = (
 
 # The order of `dapo --help`. Not listed: prepare-data, fetch-model and track, which the chain runs.
 GROUPS = {
-    "Chain": ("init", "import-config", "config", "plan", "run", "stage", "runs", "export"),
+    "Chain": ("init", "import-config", "config", "plan", "run", "adopt", "stage", "runs", "export"),
     "Data and models": ("datasets", "train", "merge", "serve"),
     "Evaluation": ("eval", "grade", "compare", "accept"),
     "Operation": ("up", "down", "doctor", "cluster"),

@@ -173,6 +173,36 @@ def run(
 
 
 @app.command(
+    epilog="Example: dapo adopt verl/checkpoints configs/dapo_qwen3_8b_math.yaml --log verl.log",
+    short_help="Evaluate and report what another trainer trained.",
+)
+def adopt(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Output or checkpoint of verl (FSDP) or TRL, or any Hugging Face folder.",
+        ),
+    ],
+    config: ConfigArgument,
+    log: Annotated[Path | None, typer.Option(help="Log of that training, for curves.")] = None,
+    settings: Annotated[
+        Path | None, typer.Option("--config", help="Its configuration, kept beside the output.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Run the chain with a checkpoint that was trained elsewhere, in place of training.
+
+    It is compared with the recipe's model first: tensors, shapes and tokenizer have to be the same.
+    Then the chain goes on: merge, serve, evaluate, report. `dapo run` with the keys adopt.folder,
+    adopt.log and adopt.config does the same, also every night.
+    """
+    given = {"folder": folder, "log": log, "config": settings}
+    changes = [f"adopt.{name}={path}" for name, path in given.items() if path is not None]
+    run(config, [*(overrides or ()), *changes])
+
+
+@app.command(
     epilog="Example: dapo stage evaluate-model configs/arith_cpu.yaml --side before --force",
     short_help="Run one stage with inputs from the store.",
 )

@@ -11,6 +11,7 @@ from pydantic import Field, create_model, model_validator
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
+from tasks.config.adopt import AdoptConfig
 from tasks.config.data import DataConfig
 from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
 from tasks.config.lengths import KEYS, Lengths, bounds_of, explain
@@ -153,6 +154,7 @@ class ChainConfig(TrainingConfig):
     store: StoreConfig = Field(default_factory=StoreConfig)
     data: DataConfig
     model: ModelConfig
+    adopt: AdoptConfig = Field(default_factory=AdoptConfig)
     merge: MergeConfig = Field(default_factory=MergeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
@@ -177,6 +179,25 @@ class ChainConfig(TrainingConfig):
         return self.serve.model_copy(
             update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")}
         )
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether a checkpoint trained elsewhere takes the place of this recipe's training."""
+        return self.adopt.folder is not None
+
+    @model_validator(mode="after")
+    def _adopted_is_one_checkpoint(self) -> ChainConfig:
+        others = {
+            f"merge.checkpoint={self.merge.checkpoint}": self.merge.checkpoint == "best",
+            f"evaluate.checkpoints={self.evaluate.checkpoints}": bool(self.checkpoint_steps),
+        }
+        for other, is_set in others.items():
+            if self.is_adopted and is_set:
+                raise ValueError(
+                    f"adopt.folder is one checkpoint, but {other} needs those of a training; "
+                    "remove the key, and adopt other checkpoints in runs of their own"
+                )
+        return self
 
     @model_validator(mode="after")
     def _merged_checkpoint_is_kept(self) -> ChainConfig:

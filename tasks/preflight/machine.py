@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,18 +46,20 @@ def check_machine(
 
     Returns the memory of the cluster's smallest device, if that was examined.
     """
-    with findings.catching("versions"):
-        require_versions()
-        if difference := unknown_set(stack()):
-            findings.add("versions", WARN, difference, UNKNOWN_SET)
-    check_environment(os.environ, config, findings)
-    _check_devices(config, model, findings)
+    trains = not config.is_adopted
+    if trains:
+        with findings.catching("versions"):
+            require_versions()
+            if difference := unknown_set(stack()):
+                findings.add("versions", WARN, difference, UNKNOWN_SET)
+        check_environment(os.environ, config, findings)
+        _check_devices(config, model, findings)
     with findings.catching("trackers"):
         require_trackers(config.train.trackers)
     _check_serving(config, facts, findings)
     _check_cache(config, facts, findings)
     _check_disk(config, facts, findings)
-    if config.train.ray_address is not None:
+    if trains and config.train.ray_address is not None:
         return check_cluster(config, model, is_whole, findings)
     return None
 
@@ -162,6 +165,8 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
         return
     steps = config.checkpoint_steps
     disk = disk_plan(config, facts.parameters, steps, facts.num_adapted)
+    if config.is_adopted:  # its files are linked
+        disk = replace(disk, num_checkpoints=0)
     needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
     written = _written_bytes(config, disk) if needed > free else 0

@@ -108,7 +108,8 @@ def _read_facts(folder: Path, config: ChainConfig) -> ModelFacts:
 
     Raises ModelError or ConfigError for what training, engines or servers would reject.
     """
-    require_trainable(config, folder)
+    if not config.is_adopted:
+        require_trainable(config, folder)
     headers, lora = require_original_weights(folder), config.train.lora
     shapes = {name: header.shape for name, header in headers.items()}
     model_config = load_model_config(folder, config.model.trust_remote_code)

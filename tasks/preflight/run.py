@@ -11,7 +11,9 @@ from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
 from dapo_core.demo.generated import is_generated
 from dapo_core.errors import DapoError
+from dapo_core.merge.adoption import open_trained
 from dapo_core.model.folder import require_reference
+from dapo_core.model.lora import full_model
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
@@ -20,6 +22,7 @@ from eval import EvaluationError
 from eval.problems.prompts import find_template
 from eval.report.gates import LAST_NIGHT
 from heartbeat import heartbeat
+from tasks.adopted import adopted_files
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
@@ -73,6 +76,8 @@ def examine(
         require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
     with findings.catching("engine"):
         require_known(config.rollout.engine_args)
+    if config.is_adopted:
+        _check_adopted(config, inputs.model, findings)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("reference model"):
@@ -84,11 +89,13 @@ def examine(
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     limit = check_machine(config, facts, inputs.model, on_nodes, findings)
-    check_memory(config, inputs.model, findings, limit)
+    if not config.is_adopted:
+        check_memory(config, inputs.model, findings, limit)
     if (is_smoke or is_sampled) and inputs.model is not None and not findings.failed:
         if is_smoke:
             check_server(inputs.model, config, inputs.evaluation, findings)
-        check_sampling(inputs.model, config, inputs.problems, findings)
+        if not config.is_adopted:
+            check_sampling(inputs.model, config, inputs.problems, findings)
     elif is_smoke or is_sampled:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
     for name in inputs.later:
@@ -101,7 +108,10 @@ def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Fin
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
-    check_memory(config, Path(model.path), findings)
+    if config.is_adopted:
+        _check_adopted(config, Path(model.path), findings)
+    else:
+        check_memory(config, Path(model.path), findings)
     return findings
 
 
@@ -151,7 +161,8 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 def _check_reference(config: ChainConfig, model: Path | None) -> None:
     path = config.algorithm.kl.reference_path
     require_reference(path, model)
-    require_trainable(config, path)
+    if not config.is_adopted:
+        require_trainable(config, path)
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
@@ -165,6 +176,16 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
             "model.source=recipe is warmed up on generated problems, and data.train has none",
             "set data.train to arithmetic or shapes, or model.source=path with a model",
         )
+
+
+def _check_adopted(config: ChainConfig, model: Path | None, findings: Findings) -> None:
+    """Check the files of adopt.folder, and its weights against the model before once it is here."""
+    with findings.catching("adopted"):
+        adopted_files(config)
+        place = Path(str(config.adopt.folder))
+        if model is not None:
+            label = open_trained(place, full_model(model), config.model.trust_remote_code).label
+            findings.add("adopted", OK, f"{label} has the tensors and tokens of {model}")
 
 
 def check_baselines(config: ChainConfig, findings: Findings) -> None:

@@ -74,7 +74,7 @@ def _given(
             link.stage is EVALUATE_MODEL and metrics.get("serve_command") != ""
         ):
             yield from _of_server(config, environment)
-        case "train_policy":
+        case "train_policy" if not config.is_adopted:
             yield from _of_command("training")
             yield from _of_training(config)
         case "merge_checkpoint":

@@ -275,7 +275,13 @@ def find_training_log(store: Path, text: str) -> Path:
         raise StoreError(
             f"{text} is neither a training log nor a folder with {STEPS_FILE}, and {error}"
         ) from None
-    return Path(require_artifact(run, "train_policy").path) / STEPS_FILE
+    steps = Path(require_artifact(run, "train_policy").path) / STEPS_FILE
+    if not steps.is_file():
+        raise StoreError(
+            f"the run {run.id} adopted a checkpoint without the log of its training; adopt it with "
+            "that log: dapo adopt FOLDER CONFIG --log FILE"
+        )
+    return steps
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -19,6 +19,7 @@ from eval import EvaluationError
 from eval.report.report import Provenance
 from eval.report.suite_report import Models, write_suite_report
 from redaction import redact
+from tasks.adopted import describe_adopted
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import code_version
 from tasks.config import ChainConfig
@@ -85,7 +86,8 @@ def report_run(
         columns.absent,
     )
     metrics, folder = Path(training.path) / METRICS_FILE, run.folder / REPORT_FOLDER
-    report = write_suite_report(models, metrics, folder, provenance, run.config.evaluate.gates)
+    found = metrics if metrics.is_file() or not run.config.is_adopted else None  # without a log
+    report = write_suite_report(models, found, folder, provenance, run.config.evaluate.gates)
     if provenance.card is not None:
         write_card(provenance.card, folder)
     run.record(report=headline(report))
@@ -118,7 +120,10 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     since = ""
     if run.flow == NIGHTLY:
         since = since_first_night(run.store.root, run.config.run.name, after.path)
+    trained = counted(run.config.train.total_steps, "step")
     more = {"environment": environment, "since the first night": since}
+    if run.config.is_adopted:
+        trained, more["training"] = "trained elsewhere", describe_adopted(training)
     more["tracked"] = ", ".join(tracked_runs(Path(training.path)))
     return Provenance(
         title=run.config.run.name,
@@ -127,7 +132,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         ),
         models={
             "before": name,
-            "after": f"{name}, {counted(run.config.train.total_steps, 'step')}",
+            "after": f"{name}, {trained}",
         },
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),

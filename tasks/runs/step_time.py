@@ -111,6 +111,8 @@ def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, 
         training, ran_with = artifact_of(run, TRAIN_POLICY.name), _config_of(run)
         if training is None or ran_with is None or _hardware(ran_with) != _hardware(config):
             continue
+        if ran_with.is_adopted:
+            continue
         return ran_with, read_json_lines(Path(training.path) / METRICS_FILE)[-NUM_STEPS:]
     return None
 

@@ -88,6 +88,9 @@ BY_CONTENT |= {
     "custom_reward.path",
     "algorithm.kl.reference_path",
     "algorithm.custom_loss.path",
+    "adopt.folder",
+    "adopt.log",
+    "adopt.config",
     "model.chat_template",
     "model.stop_tokens",  # among the inputs, if there are any
     *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
