@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import multiprocessing
 import shlex
 import signal
@@ -71,7 +72,7 @@ def run_job(job: Job) -> Outcome:
     """Build what the job needs and is not in the store; runs in a process of its own."""
     _print_lines()
     from dapo_core.metrics.log import METRICS_FILE
-    from eval.report.training import read_training_metrics, series, training_totals
+    from eval.report.training import read_training_metrics, training_totals
     from flows.config import load_config
     from tasks.artifacts.store import ArtifactStore
     from tasks.data.layout import TRAIN_FILE
@@ -96,7 +97,7 @@ def run_job(job: Job) -> Outcome:
         job,
         accuracy,
         answer_tokens,
-        curves={metric: series(steps, metric)[1] for metric in CURVES},
+        curves={metric: [step.get(metric, math.nan) for step in steps] for metric in CURVES},
         generated_tokens=training_totals(steps)["tokens_generated"],
         num_items=config.data.arithmetic.num_eval,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -252,6 +253,7 @@ def _style(axes: Axes, title: str) -> None:
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    return [
-        statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)
-    ]
+    """Return the means of WINDOW steps, of which those that finished no group have no value."""
+    windows = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
+    known = [[value for value in window if math.isfinite(value)] for window in windows]
+    return [statistics.fmean(each) if each else math.nan for each in known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +92,12 @@ def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -
     assert "gspo" not in ingredients
     assert "| loss gspo | 66.0 (57.0..75.0) | -4.0 [-6.5, -1.5] |" in losses
     assert "| full recipe | 70.0" in losses
+
+
+def test_a_step_that_finished_no_group_leaves_a_point_of_the_curve_to_its_neighbours(
+    page: ModuleType,
+) -> None:
+    assert page._running_mean([1.0, math.nan, 3.0]) == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.slow
