@@ -394,7 +394,10 @@ def _flips(name: str, pairs: Mapping[str, Pair]) -> Iterable[Flip]:
 def _left_out(
     sides: Sequence[Mapping[str, Items]], pairs: Mapping[str, Mapping[str, Pair]]
 ) -> Iterable[str]:
-    """Sentences on what is not compared: benchmarks, items and samples."""
+    """Sentences on what is not compared: benchmarks, items and samples; or if all is equal."""
+    everything = [pair for items in pairs.values() for pair in items.values()]
+    if all([one.score for one in x] == [one.score for one in y] for x, y in everything):
+        yield "All scores are equal on both sides: is it the same evaluation?"
     for label, side, other in ((BEFORE, sides[0], sides[1]), (AFTER, sides[1], sides[0])):
         if only := [name for name in side if name not in other]:
             yield f"Only {label}, and not compared: {', '.join(only)}."

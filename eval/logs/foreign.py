@@ -14,6 +14,7 @@ from typing import Any
 from eval.answers.choice import are_options
 from eval.answers.grading import GRADERS
 from eval.endpoint import Endpoint, Sampling
+from eval.logs.inspect_archive import read_archive
 from eval.problems import ProblemsError
 from eval.problems.columns import final_answer
 from eval.problems.formats import rows_in
@@ -35,13 +36,14 @@ from eval.results.rows import (
     write_json,
     write_rows,
 )
+from eval.results.scores import ScoresError
 from eval.results.summary import Summary, write_summary
 
 logger = logging.getLogger(__name__)
 
 _DIRECTIONS = (
-    "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or "
-    "file"
+    "name lm-eval's samples_*.jsonl, inspect_ai's log (.eval or .json), or AISBench's predictions "
+    "folder or file"
 )
 _WORD = re.compile(r"[A-Za-z]{2,}|[\u4e00-\u9fff]{2}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -108,7 +110,7 @@ def read_log(path: Path) -> Log:
     file = _file_at(path)
     try:
         log = _read_file(file)
-    except ProblemsError as error:
+    except (ProblemsError, ScoresError) as error:
         raise ResultsError(str(error)) from None
     except ResultsError as error:
         raise ResultsError(f"{file}: {error}") from None
@@ -120,6 +122,8 @@ def read_log(path: Path) -> Log:
 
 
 def _read_file(file: Path) -> Log:
+    if file.suffix == ".eval":
+        return _read_inspect(read_archive(file))
     if file.suffix == ".json" and "eval" in (content := json.loads(file.read_bytes())):
         return _read_inspect(content)
     # AISBench before version 3 and OpenCompass write an object of rows by index, without ids
@@ -140,7 +144,7 @@ def _file_at(path: Path) -> Path:
     if path.is_file():
         return path
     lm_eval, aisbench = ("samples_*.jsonl", "*/samples_*.jsonl"), ("predictions/*/*.json*",)
-    for pattern in (*lm_eval, *aisbench, "*/*.json*", "*.json*") if path.is_dir() else ():
+    for pattern in (*lm_eval, *aisbench, "*/*.json*", "*.json*", "*.eval") if path.is_dir() else ():
         if found := sorted(one for one in path.glob(pattern) if not one.stem.endswith("_failed")):
             if len(found) > 1:
                 listed = ", ".join(map(str, found[:9]))
@@ -324,7 +328,7 @@ def _chat_of(prompt: Any) -> Prompt:
 
 
 def _read_inspect(content: Mapping[str, Any]) -> Log:
-    """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` makes one."""
+    """Read inspect_ai's log, version 2."""
     about = content["eval"]
     return Log(
         "inspect_ai",

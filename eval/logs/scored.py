@@ -81,29 +81,33 @@ def compare_logs(before: str | Path, after: str | Path, score: str | None = None
     Raises ScoresError if the programs differ or a log is unreadable.
     """
     paths = Path(before), Path(after)
-    programs = [program_of(path) for path in paths]
-    if programs[0] != programs[1] or programs[0] is None:
-        kinds = " and ".join(f"{path} is {_kind(path)}" for path in paths)
+    kinds = [_kind(path) for path in paths]
+    if kinds[0] != kinds[1]:
         raise ScoresError(
-            f"{kinds}: programs prompt and score differently, so a difference would not be due to "
-            "the models. Evaluate both with the same program, or grade the responses of both by "
-            "one rule (dapo grade LOG --output FOLDER) and make tables of item and score"
+            f"{paths[0]} is {kinds[0]} and {paths[1]} is {kinds[1]}: programs prompt and score "
+            "differently, so a difference would not be due to the models. Evaluate both with the "
+            "same program, or grade the responses of both by one rule (dapo grade LOG --output "
+            "FOLDER) and make tables of item and score"
         )
-    sides = [read_parts(path, programs[0], score) for path in paths]
+    program = str(program_of(paths[0]))
+    sides = [read_parts(path, program, score) for path in paths]
     _require_same_scores(*sides)
     result = compare(*([one for part in side for one in part.responses] for side in sides))
-    about = {"program": programs[0], **_about(sides, paths)}
+    about = {"program": program, **_about(sides, paths)}
     return result.described(about, list(_settings_notes(*sides)))
 
 
 def _kind(path: Path) -> str:
-    if not path.exists():
-        return "missing"
-    program = program_of(path)
-    if program is None:
-        is_ours = any((path / name).is_file() for name in (SETTINGS_FILE, SUITE_FILE))
-        return "a results folder of dapo eval" if is_ours else "no evaluation log"
-    return "a table" if program == TABLE else f"a log of {program}"
+    """What is at `path`, in words. Raises ScoresError if it is nothing that can be compared."""
+    if (program := program_of(path)) is not None:
+        return "a table" if program == TABLE else f"a log of {program}"
+    if any((path / name).is_file() for name in (SETTINGS_FILE, SUITE_FILE)):
+        return "a results folder of dapo eval"
+    fault = "is no evaluation log" if path.exists() else "does not exist"
+    raise ScoresError(
+        f"{path} {fault}: name a log of {', '.join(_PLACES)}, or a table with item and score "
+        f"({', '.join(FORMATS)})"
+    )
 
 
 def read_parts(path: Path, program: str, score: str | None = None) -> list[Part]:
@@ -350,7 +354,8 @@ def _read_table(file: Path, score: str | None) -> list[Part]:
     """Read a table with the columns of `read_responses`; its subsets are benchmarks."""
     rows = list(rows_in(file))
     if score is not None:
-        _chosen(list(rows[0]) if rows else [], score, str(file))
+        texts = {name for field, names in COLUMNS.items() if field != "score" for name in names}
+        _chosen([name for name in (rows or [{}])[0] if name not in texts], score, str(file))
         others = {*COLUMNS["score"]} - {score}
         rows = [
             {

@@ -202,7 +202,7 @@ def grade(
         typer.Argument(
             metavar="RESULTS",
             help="Results folder of dapo eval (benchmark or suite), or a results.jsonl; with "
-            "--output, lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's "
+            "--output, lm-eval's samples_*.jsonl, inspect_ai's log (.eval, .json) or AISBench's "
             "predictions: file or folder.",
         ),
     ],

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from eval.logs.foreign import import_log
 from eval.logs.scored import compare_logs, program_of
 from eval.results.scores import ScoresError
 from flows.cli import app
@@ -168,11 +169,22 @@ def test_mixed_kinds_are_refused_with_the_reason(tmp_path: Path) -> None:
     for other, kind in (
         (tmp_path / "own", "a results folder of dapo eval"),
         (LOGS / "lm-eval/before", "a log of lm-eval"),
-        (tmp_path / "none", "missing"),
     ):
         status, text = run(tmp_path / "a.csv", other)
         assert status != 0
         assert f"a.csv is a table and {other} is {kind}: programs prompt and score" in text
+    for other, fault in ((tmp_path / "none.csv", "does not exist"), (tmp_path, "is no evaluation")):
+        assert f"{other} {fault}" in run(tmp_path / "a.csv", other)[1]
+    assert "All scores are equal on both" in run(tmp_path / "a.csv", tmp_path / "a.csv")[1]
+
+
+def test_an_inspect_archive_is_also_imported_and_graded_by_our_rule(tmp_path: Path) -> None:
+    summary = import_log(LOGS / "inspect/before.eval", tmp_path / "out")
+    assert (summary.num_items, summary.num_samples, summary.settings["benchmark"]) == (
+        5,
+        2,
+        "words",
+    )
 
 
 @pytest.mark.parametrize(
