@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from eval import InputError
 from eval.answers.choice import are_options
 from eval.answers.grading import GRADERS
@@ -61,13 +63,12 @@ def program_of(path: Path) -> str | None:
         return None
     if kind not in (".json", ".jsonl"):
         return INSPECT if kind == ".eval" else TABLE
-    if kind == ".json" and isinstance(content := _json_of(path), dict):
-        if "eval" in content:
-            return INSPECT
-        if "benchmark" in content and "run_id" in content:
-            return NEMO
+    if kind == ".json" and _has_key(path, "eval"):
+        return INSPECT
+    if kind == ".json" and _has_key(path, "benchmark"):
+        return NEMO
     row = next(iter(rows_in(path)), {})
-    if "step" in row:  # metrics of a training
+    if "step" in row and not row.keys() & {*COLUMNS["item"]}:  # metrics of a training
         return None
     for keys, program in _ROWS:
         if keys <= row.keys():
@@ -121,7 +122,7 @@ def read_parts(path: Path, program: str, score: str | None = None) -> list[Part]
             raise
         except InputError as error:
             raise ScoresError(str(error)) from None
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
             raise ScoresError(f"{file} is not a readable log of {program}: {error!r}") from None
     names = [part.benchmark for part in parts]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -135,17 +136,29 @@ def _files(folder: Path, program: str) -> list[Path]:
     for pattern in _PLACES[program]:
         found = sorted(one for one in folder.glob(pattern) if not one.stem.endswith(_FAILED))
         if program == INSPECT and pattern == "*.json":
-            found = [one for one in found if "eval" in (_json_of(one) or {})]
+            found = [one for one in found if _has_key(one, "eval")]
         if found:
             return found
     return []
 
 
-def _json_of(file: Path) -> Any:
+def _has_key(file: Path, key: str) -> bool:
+    """True if the file is one JSON object with `key`; False for JSON lines or damage."""
     try:
-        return json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except ValueError:
-        return None  # JSON lines, or damaged: its reader says so
+        return False
+    return isinstance(content, dict) and key in content
+
+
+def _json_beside(file: Path) -> dict[str, Any]:
+    """Return an object that a program writes beside its scores, {} without the file."""
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ScoresError(f"{file} is damaged: {error}") from None
 
 
 def _chosen(names: Sequence[str], score: str | None, place: str) -> str:
@@ -170,8 +183,7 @@ def _read_lm_eval(file: Path, score: str | None) -> list[Part]:
     names = list(dict.fromkeys(f"{metric},{kept}" for metric, kept in pairs))
     name = _chosen(names, score, str(file))
     metric, _, kept = name.partition(",")
-    beside = file.with_name(f"results_{date}.json")
-    about = (_json_of(beside) or {}) if beside.exists() else {}
+    about = _json_beside(file.with_name(f"results_{date}.json"))
     if about.get("higher_is_better", {}).get(benchmark, {}).get(metric) is False:
         raise ScoresError(f"{file}: lower is better for {metric}; choose another --score")
     config = about.get("configs", {}).get(benchmark, {})
@@ -260,8 +272,9 @@ def _last_message(messages: Any) -> str | None:
 
 def _read_evalscope(file: Path, score: str | None) -> list[Part]:
     """Read reviews/MODEL/SET.jsonl: a line per response, with its scores by metric."""
-    if file.parents[1].name == "predictions":
-        file = file.parents[2] / "reviews" / file.parent.name / file.name
+    work = file.resolve().parent.parent.parent
+    if file.resolve().parent.parent.name == "predictions":
+        file = work / "reviews" / file.resolve().parent.name / file.name
     if not file.exists():
         raise ScoresError(f"{file} is missing: it holds evalscope's scores, and predictions do not")
     lines = list(rows_in(file))
@@ -284,21 +297,22 @@ def _read_evalscope(file: Path, score: str | None) -> list[Part]:
                 response=_last_message([one for one in messages if one["role"] == "assistant"]),
             )
         )
-    return [Part(file.stem, responses, _first(names, name), file.parent.name)]
+    task = work / "configs/task_config.yaml"
+    known = yaml.safe_load(task.read_text(encoding="utf-8")) if task.exists() else {}
+    settings = {key: known.get(key) for key in ("generation_config", "repeats", "limit")}
+    return [Part(file.stem, responses, _first(names, name), file.parent.name, settings)]
 
 
 def _read_nemo(file: Path, score: str | None) -> list[Part]:
     """Read results.jsonl beside a bundle eval-*.json: problem_idx, repeat and reward per line."""
-    if file.suffix == ".jsonl":
-        bundles = sorted(file.parent.glob("eval-*.json"))
-        bundle = _json_of(bundles[0]) if bundles else {}
-    else:
-        bundle, file = _json_of(file), file.with_name("results.jsonl")
+    bundles = sorted(file.parent.glob("eval-*.json")) if file.suffix == ".jsonl" else [file]
+    bundle = _json_beside(bundles[0]) if bundles else {}
+    file = file if file.suffix == ".jsonl" else file.with_name("results.jsonl")
     if not file.exists():
         raise ScoresError(f"{file} is missing: it holds NeMo Evaluator's scores by problem")
     _chosen(["reward"], score, str(file))
-    config = (bundle or {}).get("config") or {}
-    name = str(((bundle or {}).get("benchmark") or {}).get("name") or file.parent.name)
+    config = bundle.get("config") or {}
+    name = str((bundle.get("benchmark") or {}).get("name") or file.parent.name)
     responses = [
         Response(
             item=str(line["problem_idx"]),
@@ -321,10 +335,9 @@ def _read_aisbench(file: Path, score: str | None) -> list[Part]:
     The verdicts are there after --dump-eval-details. Without, predictions are graded here, by
     AISBench's rule for mathematics, or as options.
     """
-    model = file.parent.name
-    details = file.parents[2] / "results" / model / f"{file.stem}.json"
+    model, work = file.resolve().parent.name, file.resolve().parent.parent.parent
     rows = read_log(file).rows
-    recorded = (_json_of(details) or {}).get("details") if details.exists() else None
+    recorded = _json_beside(work / "results" / model / f"{file.stem}.json").get("details")
     if recorded and all("correct" in one for one in recorded.values()):
         name = "correct"
         verdicts = [recorded[row.id]["correct"] for row in rows]

@@ -71,6 +71,27 @@ def test_an_evalscope_work_folder_is_compared_by_its_reviews() -> None:
     assert {flip.gold for flip in result.better} == {"5", "6"}
 
 
+def test_evalscope_settings_that_differ_are_named_and_predictions_lead_to_reviews(
+    tmp_path: Path,
+) -> None:
+    for side, name in (("before", "smollm2"), ("after", "smollm2-warm")):
+        shutil.copytree(LOGS / "evalscope" / side, tmp_path / side)
+        (tmp_path / side / "configs").mkdir()
+        task = tmp_path / side / "configs/task_config.yaml"
+        task.write_text(f"repeats: 1\ngeneration_config: {{max_tokens: {len(name)}}}\n")
+        write_lines(
+            tmp_path / side / "predictions" / name / "math_500_Level 1.jsonl",
+            [{"index": 0, "model": name, "model_output": {}}],
+        )
+    sides = [next((tmp_path / side / "predictions").glob("*/*")) for side in ("before", "after")]
+    result = compare_logs(*sides)
+    assert result.benchmarks[0].num_better == 2
+    assert "generation_config.max_tokens: 7 before, 12 after" in result.notes[0]
+    shutil.rmtree(tmp_path / "after/reviews")
+    with pytest.raises(ScoresError, match="it holds evalscope's scores, and predictions do not"):
+        compare_logs(*sides)
+
+
 def nemo_run(folder: Path, rewards: Mapping[int, list[float]], **config: Any) -> Path:
     """Write NeMo Evaluator's bundle and results.jsonl, with a list of repeats for each problem."""
     rows = [
