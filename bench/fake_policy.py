@@ -4,9 +4,11 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,19 +16,23 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from made_up import rows, write_model_folder
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 
 from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
-from dapo_core.policy import experts, log_probs
+from dapo_core.model.folder import IMAGE_TOKEN, read_config
+from dapo_core.model.inputs import ImageReference
+from dapo_core.policy import experts, log_probs, vision
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
 from dapo_core.policy.attention import sequence_group
@@ -34,7 +40,9 @@ from dapo_core.policy.packing import PackedRow
 from dapo_core.policy.routing import Routing
 
 TOTAL = "Total"
+CONSTANT_ELEMENTS = 4096  # of fake tensors that keep their values: those made of pictures' grids
 ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")
+DEEP_FEATURES = "_deepstack_process"  # of a decoder that adds features to hidden states
 
 Parts = dict[str, int]  # bytes by the tracker's categories, and their sum under TOTAL
 
@@ -45,14 +53,17 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
 
     Runs the policy's own code: sharding, packing, TokenLogProbs, update. Only weight loading, the
     checkpoint writer and the collectives are replaced. The second micro-batch finds the first one's
-    gradients, the update Adam's moments from an earlier one. The device is a CPU under train.dtype
-    whose tensors have no memory, so attention uses the CPU kernel. `folder` receives a model folder
-    without weights.
+    gradients, the update Adam's moments from an earlier one. The prompts of a model that reads
+    pictures are a picture each. The device is a CPU under train.dtype whose tensors have no memory,
+    so attention uses the CPU kernel. `folder` receives a model folder without weights.
     """
     write_model_folder(model_config, folder)
     with _fake_policy(folder, config) as policy:
         longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        warm, share = _share(2, 4 * config.train.sequence_parallel, 1), _share(*longest, 2)
+        shown = getattr(model_config, "vision_config", None)
+        merge = 0 if shown is None else shown.spatial_merge_size
+        warm = _share(2, 4 * config.train.sequence_parallel, 1, merge)
+        share = _share(*longest, 2, merge)
         # DTensor caches its sharding plans on first use, with tensors that the tracker would count.
         policy.log_probs(warm)
         policy.update(warm, LossTotals(1, 1), True)  # leaves gradients
@@ -78,17 +89,28 @@ class _RealShare(RankShare):
             return super().micro_batch(number)
 
 
-def _share(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:
+def _share(
+    num_prompt_tokens: int, num_response_tokens: int, num_rows: int, merge: int
+) -> RankShare:
+    """Return a share of equal rows; each prompt is a picture if a token's side has patches."""
     with unset_fake_temporarily():
         share = rows(num_prompt_tokens, num_response_tokens, num_rows)
+    if merge:
+        sides = range(isqrt(num_prompt_tokens), 0, -1)
+        height = next(side for side in sides if num_prompt_tokens % side == 0)
+        grid = (1, merge * height, merge * num_prompt_tokens // height)
+        names = (f"{number}.png" for number in range(num_rows))
+        images = [(ImageReference(name, grid, 0, num_prompt_tokens),) for name in names]
+        share = replace(share, batch=replace(share.batch, images=images))
     return _RealShare(share.batch, share.micro_batches)
 
 
 class _Numbers(TorchDispatchMode):
-    """Returns 1.0 when code reads the value of a fake tensor."""
+    """Returns 1.0 when code reads a value of a fake tensor that is not known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if is_read and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return 1.0
         return func(*args, **(kwargs or {}))
 
@@ -117,6 +139,9 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
                 (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
                 (policy_rank, "pack", _with_fake_rows(policy_rank.pack, mode)),
                 (log_probs, "probe_row", _with_fake_rows(log_probs.probe_row, mode)),
+                (vision, "ImageProcessor", _Pixels),
+                (fake_tensor, "CONSTANT_NUMEL_LIMIT", CONSTANT_ELEMENTS),
+                *_for_pictures(folder),
             ):
                 stack.enter_context(patch.object(module, name, replacement))
             stack.enter_context(mode)
@@ -142,6 +167,57 @@ def _equal_loads(
     return chosen.new_ones(group.size() * num_experts), rows, rows
 
 
+class _Pixels:
+    """Replaces ImageProcessor: reads no file, and returns pixels of the size of a picture's grid.
+
+    The values of grids stay known, since the tower splits its tensors by them.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        vision = read_config(Path(model_path))["vision_config"]
+        names = "in_channels", "temporal_patch_size", "patch_size", "patch_size"
+        self._patch_values = prod(vision[name] for name in names)
+
+    def pixels(self, images: Sequence[ImageReference]) -> tuple[torch.Tensor, torch.Tensor]:
+        grids = [image.grid_thw for image in images]
+        return torch.zeros(sum(map(prod, grids)), self._patch_values), torch.tensor(grids)
+
+
+def _for_pictures(folder: Path) -> list[tuple[Any, str, Any]]:
+    """Return replacements for what depends on values in a model that reads pictures.
+
+    The functions that compute places of patches run on real tensors. Small results keep their
+    values, by which attention splits its tensors.
+    """
+    config = read_config(folder)
+    if IMAGE_TOKEN not in config:
+        return []
+    kind = config["model_type"]
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+    def on_real_grids(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_fake(grids: FakeTensor, *arguments: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():
+                places = compute(grids.constant, *arguments, **options)
+            return tree_map_only(torch.Tensor, torch.ops.aten.lift_fresh, places)
+
+        return compute_fake
+
+    names = [name for name in vars(module) if name.startswith("get_vision_")]
+    places = [(module, name, on_real_grids(getattr(module, name))) for name in names]
+    deep = [each for each in vars(module).values() if hasattr(each, DEEP_FEATURES)]
+    return [*places, *((decoder, DEEP_FEATURES, _add_features) for decoder in deep)]
+
+
+def _add_features(
+    _decoder: Any, hidden: torch.Tensor, _mask: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """Replace `_deepstack_process`, which finds pictures' tokens by a mask: take the first ones."""
+    hidden, num_tokens = hidden.clone(), len(features)
+    hidden[:, :num_tokens] = hidden[:, :num_tokens] + features
+    return hidden
+
+
 def _with_fake_rows(
     make: Callable[..., PackedRow], mode: FakeTensorMode
 ) -> Callable[..., PackedRow]:
@@ -156,7 +232,10 @@ def _with_fake_rows(
             replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks
         ]
         fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
-        return replace(row, **fakes)
+        shown = row.pictures
+        tokens, features = mode.from_tensor(shown.tokens), mode.from_tensor(shown.features)
+        pictures = replace(shown, tokens=tokens, features=features)
+        return replace(row, pictures=pictures, **fakes)
 
     return make_fake
 

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch
+from dapo_core.model.names import match_files
 from dapo_core.model.pretrained import empty_causal_lm
 
 NUM_TOKEN_IDS = 64  # the smallest vocabulary that a model may have
@@ -25,10 +26,10 @@ def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
     model = empty_causal_lm(folder, torch.bfloat16)
     model_config.architectures = [type(model).__name__]
     model_config.save_pretrained(folder)
-    end, header = 0, {}
-    for name, weight in model.named_parameters():
-        begin, end = end, end + weight.nbytes
-        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
+    end, header, weights = 0, {}, dict(model.named_parameters())
+    for name, shape in match_files(weights, weights)[0].items():
+        begin, end = end, end + weights[name].nbytes
+        header[name] = {"dtype": "BF16", "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

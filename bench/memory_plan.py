@@ -117,6 +117,7 @@ def on_cpu(settings: TrainingConfig) -> TrainingConfig:
     longest = settings.data.max_prompt_tokens + settings.rollout.max_response_tokens
     sections["data"] = {"max_prompt_tokens": settings.data.max_prompt_tokens}
     sections["model"] = {}
+    sections["rollout"]["expert_parallel"] = False  # of engines; vLLM refuses it on a CPU
     sections["train"] |= {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -131,9 +132,10 @@ def extrapolate(
     """Bytes of each phase of the whole model. Layers are alike, so two layer counts determine the
     rest.
     """
-    num_layers, peaks = model_config.num_hidden_layers, []
+    text, peaks = model_config.get_text_config(), list[dict[str, float]]()
+    num_layers = text.num_hidden_layers
     for number in layers[:2]:
-        model_config.num_hidden_layers, model_config.layer_types = number, None
+        text.num_hidden_layers, text.layer_types = number, None
         with tempfile.TemporaryDirectory() as folder:
             counted = fake_policy.count(
                 type(model_config)(**_plain(model_config)), config, Path(folder)

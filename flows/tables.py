@@ -89,7 +89,7 @@ def print_memory(plan: MemoryPlan) -> None:
     engine, disk = plan.engine, plan.disk
     held = "as many" if engine.cache is None else f"{engine.num_sequences:,}"
     lines = [
-        f"model: {plan.num_parameters:,} parameters",
+        f"model: {plan.num_parameters:,} parameters{_describe_tower(plan)}",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
         f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
         f"{held} sequences of that length, and rollout.max_num_seqs={engine.most_sequences}",
@@ -110,6 +110,17 @@ def print_memory(plan: MemoryPlan) -> None:
         )
     else:
         typer.secho("it fits", fg="green")
+
+
+def _describe_tower(plan: MemoryPlan) -> str:
+    """Return the size of a model's vision tower, and of the pictures that a rank is planned for."""
+    if not plan.num_tower_parameters:
+        return ""
+    return (
+        f", {plan.num_tower_parameters:,} of them in the vision tower; a micro-batch is planned "
+        f"with {plan.rank.num_image_tokens:,} prompt tokens that all show pictures, of "
+        f"{plan.rank.num_patches:,} patches"
+    )
 
 
 def _load_table(plan: MemoryPlan, load: Load) -> Table:

@@ -42,7 +42,6 @@ _VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 _EXPERTS = {
-    "num_experts": 5,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,  # as published; vLLM reads it, transformers always does it
@@ -50,7 +49,11 @@ _EXPERTS = {
 
 
 def build_tiny_vision(
-    path: str | Path, family: Family = "qwen3_vl", seed: int = 0, is_tied: bool = False
+    path: str | Path,
+    family: Family = "qwen3_vl",
+    seed: int = 0,
+    is_tied: bool = False,
+    num_experts: int = 5,
 ) -> Path:
     """The folder `path`, filled with a random model of the family in float32 and its processor.
 
@@ -65,7 +68,8 @@ def build_tiny_vision(
     start, end, image, video = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
     is_old = family == "qwen2_5_vl"
     rope = _ROPE if is_old else {**_ROPE, "mrope_interleaved": True}
-    text = {**_TEXT, **(_EXPERTS if family == "qwen3_vl_moe" else {})}
+    experts = {**_EXPERTS, "num_experts": num_experts}
+    text = {**_TEXT, **(experts if family == "qwen3_vl_moe" else {})}
     if is_old:
         text["hidden_size"] = 128  # heads times head_dim
     vision = {**_VISION, "out_hidden_size": text["hidden_size"]}

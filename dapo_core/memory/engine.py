@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # prompt tokens per step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
 STEP_TOKENS = 2048
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
+# of the largest picture that published processors allow, with which vLLM profiles an accelerator
+IMAGE_TOKENS = 16_384
 PROBE_BYTES = 8  # per logit for prompt log-probs: float32 logits and their log-softmax
 LOGIT_BYTES = 12  # per logit when decoding: float32 logits, their log-softmax, and one temporary
 GRAPH_BYTES = GIB  # assumed for captured graphs
@@ -66,6 +68,9 @@ def engine_memory(
     if is_vllm:
         step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", least)))
     activations = step_tokens * item * (4 * shape.hidden + 3 * shape.mlp_width // parts)
+    if shape.tower is not None:
+        image_tokens = max(step_tokens, 0 if is_cpu else IMAGE_TOKENS)
+        activations += image_tokens * item * shape.tower.token_values
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
     adapters = shape.adapter_parameters(config.train.lora) if rollout.lora == "adapter" else 0

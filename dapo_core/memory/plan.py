@@ -92,6 +92,7 @@ class MemoryPlan:
     """The complete plan."""
 
     num_parameters: int
+    num_tower_parameters: int  # of these; 0 without a vision tower
     limit: Limit
     uses: tuple[Use, ...]
     loads: tuple[Load, ...]
@@ -155,6 +156,7 @@ def plan_memory(
     ]
     return MemoryPlan(
         num_parameters=shape.num_parameters,
+        num_tower_parameters=shape.tower_parameters,
         limit=limit,
         uses=uses,
         loads=loads,

@@ -26,6 +26,29 @@ _SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 
+_TOWER_OF_QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_TOWER_OF_QWEN25 = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
 
 def _qwen3(*values: int) -> dict[str, Any]:
     return {**_QWEN3, **dict(zip(_FIELDS, values, strict=True))}
@@ -48,6 +71,16 @@ def _qwen3_moe(expert_intermediate: int, *values: int) -> dict[str, Any]:
     }
 
 
+def _with_tower(kind: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    text = {name: value for name, value in text.items() if name != "model_type"}
+    return {
+        "model_type": kind,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": text,
+        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
+    }
+
+
 # From the model hubs. Base models have the same configuration as their instruction-tuned variants.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
@@ -57,8 +90,9 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
     "Qwen3-30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, False),
-    # The language model alone: the 0.6 B parameters of the vision tower are not counted.
-    "Qwen3-VL-30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, False),
+    "Qwen3-VL-30B-A3B": _with_tower(
+        "qwen3_vl_moe", _qwen3_moe(768, 2048, 6144, 48, 32, False), _TOWER_OF_QWEN3
+    ),
     "Qwen3-235B-A22B": _qwen3_moe(1536, 4096, 12288, 94, 64, False),
     "Qwen2.5-0.5B": _qwen25(151936, 2, 896, 4864, 24, 14, True),
     "Qwen2.5-1.5B": _qwen25(151936, 2, 1536, 8960, 28, 12, True),
@@ -68,7 +102,9 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
     "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
     "SmolLM2-135M": _SMOLLM2,
-    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # the language model alone
+    "Qwen2.5-VL-7B": _with_tower(
+        "qwen2_5_vl", _qwen25(152064, 4, 3584, 18944, 28, 28, False), _TOWER_OF_QWEN25
+    ),
 }
 
 

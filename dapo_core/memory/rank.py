@@ -45,6 +45,10 @@ class RankMemory:
     update_activations: int
     update_logits: int
     host_activations: int  # layer inputs offloaded to host memory
+    num_image_tokens: (
+        int  # of pictures in a micro-batch of an update, in all of its prompts' tokens
+    )
+    num_patches: int  # of these pictures
 
     @property
     def states(self) -> int:
@@ -130,6 +134,8 @@ class _Rank:
             update_activations=activations,
             update_logits=logits,
             host_activations=self._inputs(self.update_tokens) if self.has_host_inputs else 0,
+            num_image_tokens=self._image_tokens(self.update_tokens),
+            num_patches=self._num_patches(self.update_tokens),
         )
 
     def _scoring_moments(self) -> list[tuple[int, int, int]]:
@@ -226,12 +232,16 @@ class _Rank:
             return self._inputs(tokens) + tower
         return len(self.shape.layers) * tokens * self.layer_bytes() + tower
 
-    def _num_patches(self, tokens: int) -> int:
-        """Return the patches of a row whose prompts are all pictures; ranks share none."""
+    def _image_tokens(self, tokens: int) -> int:
+        """Return the tokens of pictures in a row whose prompts are all pictures."""
         if self.shape.tower is None:
             return 0
-        prompts = int(tokens * (1 - self.response_share)) * self.train.sequence_parallel
-        return prompts * self.shape.tower.patches_per_token
+        return round(tokens * (1 - self.response_share)) * self.train.sequence_parallel
+
+    def _num_patches(self, tokens: int) -> int:
+        """Return the patches of a row whose prompts are all pictures; ranks share none."""
+        tower = self.shape.tower
+        return 0 if tower is None else self._image_tokens(tokens) * tower.patches_per_token
 
     def _tower_pass(self, tokens: int) -> int:
         """Return the bytes of a tower's forward pass: pixels, and the values of one block."""

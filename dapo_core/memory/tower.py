@@ -36,6 +36,11 @@ class TowerShape:
         """Values of a patch in a block: residuals, norms, queries, keys, values, and the MLP's."""
         return 8 * self.hidden + 3 * self.intermediate
 
+    @property
+    def token_values(self) -> int:
+        """Values of a token's patches in a pass: pixels, and those of one block."""
+        return self.patches_per_token * (self.patch_values + self.block_values)
+
 
 def tower_of(config: Mapping[str, Any]) -> TowerShape | None:
     """Return the tower that config.json describes; None for a text model."""

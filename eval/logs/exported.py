@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from durable import write_atomically
+from durable import link_or_copy, write_atomically
 from eval.answers.grading import is_finished
-from eval.results.rows import Evaluation, Row, Samples, load_evaluation, make_folder
+from eval.problems.pictures import IMAGES
+from eval.problems.prompts import with_parts
+from eval.results.pictures import data_url
+from eval.results.rows import Evaluation, ResultsError, Row, Samples, load_evaluation, make_folder
 from eval.results.suite import read_suite
 from eval.results.summary import acc_norm, rate
 
@@ -23,8 +26,11 @@ _VALUES = {"right": "C", "no_answer": "N"}
 
 
 def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
-    """Write an inspect_ai log of version 2 with the scores of both rules; returns its path."""
-    settings, rows = evaluation.settings, evaluation.rows
+    """Write an inspect_ai log of version 2 with the scores of both rules; returns its path.
+
+    Its messages hold their pictures, as data URLs.
+    """
+    settings, rows, pictures = evaluation.settings, evaluation.rows, _pictures(evaluation)
     sampling, model = settings["sampling"], str(settings["model"])
     names = ("max_tokens", "temperature", "top_p", "seed")
     config = {name: sampling[name] for name in names if sampling.get(name) is not None}
@@ -59,23 +65,21 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
             "completed_samples": num_answered,
             "scores": scores,
         },
-        "samples": [_inspect_sample(row, model) for row in rows],
+        "samples": [_inspect_sample(row, model, pictures) for row in rows],
     }
     path = Path(output)
     make_folder(path.parent)
     return [_write(path, json.dumps(log, ensure_ascii=False, indent=1))]
 
 
-def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
-    messages = (
-        ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    )
+def _inspect_sample(row: Row, model: str, pictures: Mapping[str, Path]) -> dict[str, Any]:
+    messages = _inspect_messages(row, pictures)
     sample: dict[str, Any] = {
         "id": row.id,
         "epoch": row.sample + 1,
-        "input": row.prompt if isinstance(row.prompt, str) else [dict(one) for one in row.prompt],
+        "input": row.prompt if isinstance(row.prompt, str) else messages,
         "target": row.gold,
-        "messages": [dict(one) for one in messages],
+        "messages": messages,
         "metadata": {"subject": row.subject, "level": row.level, "verdict": row.verdict},
         "total_time": row.seconds,
     }
@@ -104,6 +108,33 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
         },
         "scores": scores,
     }
+
+
+def _inspect_messages(row: Row, pictures: Mapping[str, Path]) -> list[dict[str, Any]]:
+    if isinstance(row.prompt, str):
+        return [{"role": "user", "content": row.prompt}]
+    if not row.images:
+        return [dict(message) for message in row.prompt]
+    messages = with_parts(row.prompt)
+    parts = [part for message in messages for part in message["content"]]
+    shown = (part for part in parts if part["type"] == "image")
+    for part, name in zip(shown, row.images, strict=True):
+        part["image"] = data_url(pictures[name])
+    return messages
+
+
+def _pictures(evaluation: Evaluation) -> dict[str, Path]:
+    """Return the files of all pictures by name. Raises ResultsError if some are missing."""
+    folder = (evaluation.folder or Path()) / IMAGES
+    names = {name for row in evaluation.rows for name in row.images or ()}
+    files = {name: folder / name for name in sorted(names)}
+    missing = [file for file in files.values() if not file.is_file()]
+    if missing:
+        raise ResultsError(
+            f"{len(missing)} of {len(files)} pictures of the evaluation are missing (first: "
+            f"{missing[0]}); restore them, or evaluate into a new folder"
+        )
+    return files
 
 
 def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
@@ -143,6 +174,10 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
     }
     folder, date = make_folder(output), _moment(rows).replace(":", "-").partition("+")[0]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    for picture, file in _pictures(evaluation).items():
+        target = make_folder(folder / IMAGES) / picture
+        if not target.exists():
+            link_or_copy(file, target)
     return [
         _write(folder / f"samples_{name}_{date}.jsonl", text),
         _write(folder / f"results_{date}.json", json.dumps(content, ensure_ascii=False, indent=2)),
@@ -199,6 +234,7 @@ def _document(row: Row, prompt: str | list[str], target: str) -> dict[str, Any]:
         "answer": row.gold,
         "subject": row.subject,
         "level": row.level,
+        **({"images": [f"{IMAGES}/{name}" for name in row.images]} if row.images else {}),
     }
     hashed = {"doc_hash": document, "prompt_hash": prompt, "target_hash": target}
     hashes = {

@@ -121,6 +121,13 @@ class PictureStore:
         return encoded.getvalue(), "png", picture.size
 
 
+def is_remote(value: Any) -> bool:
+    """True if a row names its picture by a web address."""
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else None
+    return isinstance(value, str) and value.startswith(_ADDRESSES)
+
+
 def _require_usable(image: PilImage) -> None:
     """Raise Unusable, by the header alone, for a picture that is not decoded."""
     width, height = image.size

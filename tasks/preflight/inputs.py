@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.model.lora import full_model
 from eval.problems.files import read_problems
-from eval.problems.pictures import PictureStore
+from eval.problems.items import Problem
+from eval.problems.pictures import PictureStore, is_remote
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BenchmarkConfig
@@ -23,11 +25,12 @@ from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 
 if TYPE_CHECKING:
-    from eval.problems.items import EvaluationSet, Problem
+    from eval.problems.items import EvaluationSet
     from tasks.artifacts.artifact import Artifact
 
 MAX_BYTES = 64 * 1024**2  # larger sets take more than a second to read; prepare-data reads them
 NUM_FIRST = 1000  # problems of a larger set that are checked
+NUM_PICTURED = 64  # problems of a set whose pictures are decoded before prepare-data decodes all
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Inputs:
     benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # by name
     later: tuple[str, ...] = ()
     held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by set
+    pictured: Sequence[Problem] = ()  # training problems with pictures, before a run some of them
+    folder: Path = Path()  # to which the names of their pictures are relative
 
     def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
         """Return the local sets that will be evaluated: the benchmarks, else data.eval."""
@@ -49,9 +54,19 @@ class Inputs:
         return [(named[name], found) for name, found in self.benchmarks.items()]
 
 
-def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
-    """Read the recipe's local files unless there are findings; unusable rows become findings."""
-    inputs = Inputs(later=inputs_later(config))
+@contextmanager
+def inputs_here(config: ChainConfig, findings: Findings) -> Iterator[Inputs]:
+    """Read the recipe's local files unless there are findings; unusable rows become findings.
+
+    Pictures are in a folder that is deleted at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Inputs(later=inputs_later(config), folder=Path(folder))
+        _read_local(inputs, config, findings)
+        yield inputs
+
+
+def _read_local(inputs: Inputs, config: ChainConfig, findings: Findings) -> None:
     if config.model.source == "path":
         with findings.catching("model"):
             inputs.model = full_model(str(config.model.path))
@@ -59,21 +74,36 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     if findings.failed or all(
         source.is_generated for source in sources
     ):  # those fit by construction
-        return inputs
+        return
+    pictures = PictureStore(inputs.folder, config.data.image_max_pixels)
     for source in sources:
         if not source.is_generated and source.path is not None:
             most = NUM_FIRST if _is_read_later(source) else None
             with findings.catching("training set"):
-                inputs.problems = [*inputs.problems, *read_source(config, source, most)]
-    with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
-        written, pictures = [], PictureStore(Path(folder))
+                problems = read_source(config, source, most)
+                inputs.problems = [*inputs.problems, *problems]
+                inputs.pictured = [*inputs.pictured, *_pictured(problems, source, pictures)]
+    with findings.catching("evaluation set"):
+        written = []
         for name, held_out in held_out_files(config).items():
             if all(source.path or source.is_generated for source in held_out):
-                written.append(Path(folder) / name)
+                written.append(inputs.folder / name)
                 write_held_out(config, held_out, written[-1], pictures)
-        _read_evaluated(inputs, config, Path(folder))
+        _read_evaluated(inputs, config, inputs.folder)
         inputs.held_out = read_prepared(written)
-    return inputs
+
+
+def _pictured(
+    problems: Sequence[Problem], source: Source, pictures: PictureStore
+) -> Iterator[Problem]:
+    """Yield some of the problems with pictures, spread over the set, as prepare-data stores them.
+
+    Pictures of web servers are left to prepare-data.
+    """
+    local = [one for one in problems if one.images and not any(map(is_remote, one.images))]
+    for problem in local[:: -(-len(local) // NUM_PICTURED) or 1]:
+        if isinstance(stored := pictures.stored(problem, source.path), Problem):
+            yield stored
 
 
 def inputs_later(config: ChainConfig) -> tuple[str, ...]:
@@ -93,7 +123,9 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
     """Read the outputs of the first two stages."""
     folder = Path(data.path)
-    inputs = Inputs(Path(model.path), read_problems(folder / TRAIN_FILE, (CHAT,)))
+    problems = read_problems(folder / TRAIN_FILE, (CHAT,))
+    pictured = [problem for problem in problems if problem.images]
+    inputs = Inputs(Path(model.path), problems, pictured=pictured, folder=folder)
     _read_evaluated(inputs, config, folder)
     return inputs
 

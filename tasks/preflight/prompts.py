@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from dapo_core.draw.encoding import NO_ARGUMENTS, PromptEncoder
 from dapo_core.draw.tokenizing import require_template_reads
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, StartFailed
+from eval.problems.items import Problem
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
@@ -27,7 +29,7 @@ from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.preflight.scoring import Scoring
 
 if TYPE_CHECKING:
-    from eval.problems.items import EvaluationSet, Item, Problem
+    from eval.problems.items import EvaluationSet, Item
     from tasks.data.sources import Source
     from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
@@ -76,18 +78,17 @@ def _longest(
     require_template_reads(tokenizer, rendering)
     require_template_reads(tokenizer, arguments, "evaluate.chat_template_kwargs")
     if inputs.problems:
-        longest = longest_prompt(facts, [each.messages for each in inputs.problems], rendering)
+        longest = longest_problem(facts, inputs, rendering)
         measured.append(f"training prompts have up to {longest} tokens")
         if data.too_long != "error" and longest > data.max_prompt_tokens:
             measured[-1] += f" (above {data.max_prompt_tokens}, data.too_long={data.too_long})"
             longest = data.max_prompt_tokens
         bounds = replace(bounds, longest_prompt=longest)
     if inputs.evaluation is not None and config.validation.every:
-        prompts = [item.prompt for item in inputs.evaluation.items]
-        longest = max(longest_prompt(facts, prompts, rendering), bounds.longest_prompt or 0)
-        bounds = replace(bounds, longest_prompt=longest)
+        longest = longest_item(facts, inputs, inputs.evaluation, rendering)
+        bounds = replace(bounds, longest_prompt=max(longest, bounds.longest_prompt or 0))
     questions = [
-        (longest_prompt(facts, [item.prompt for item in each.items], arguments), benchmark)
+        (longest_item(facts, inputs, each, arguments), benchmark)
         for benchmark, each in inputs.evaluated(config)
     ]
     if questions:
@@ -96,6 +97,48 @@ def _longest(
         longest, lengths = max(pairs, key=lambda pair: pair[0] + pair[1].answer)
         bounds = replace(bounds, longest_question=longest)
     return bounds, lengths
+
+
+def longest_problem(
+    facts: ModelFacts, inputs: Inputs, arguments: Mapping[str, Any] = NO_ARGUMENTS
+) -> int:
+    """Return the tokens of the longest training prompt, with those of its pictures."""
+    texts = [each.messages for each in inputs.problems if not each.images]
+    return max(
+        longest_prompt(facts, texts, arguments),
+        _longest_pictured(facts, inputs, inputs.pictured, arguments),
+    )
+
+
+def longest_item(
+    facts: ModelFacts,
+    inputs: Inputs,
+    evaluation: EvaluationSet,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> int:
+    """Return the tokens of a set's longest prompt, with those of its pictures."""
+    texts = [item.prompt for item in evaluation.items if not item.images]
+    pictured = [
+        Problem(item.id, "", item.gold, messages=item.prompt, images=item.images)
+        for item in evaluation.items
+        if item.images and not isinstance(item.prompt, str)
+    ]
+    return max(
+        longest_prompt(facts, texts, arguments),
+        _longest_pictured(facts, inputs, pictured, arguments),
+    )
+
+
+def _longest_pictured(
+    facts: ModelFacts, inputs: Inputs, problems: Sequence[Problem], arguments: Mapping[str, Any]
+) -> int:
+    """Return the tokens of the longest of these prompts with pictures, as training counts them."""
+    if not problems:
+        return 0
+    assert inputs.model is not None
+    assert facts.tokenizer is not None
+    encoder = PromptEncoder(facts.tokenizer, inputs.model, inputs.folder, arguments)
+    return int(encoder.encode(problems, encoder.render(problems)).lengths.max())
 
 
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:

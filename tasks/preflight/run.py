@@ -10,7 +10,7 @@ from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
 from dapo_core.demo.generated import is_generated
-from dapo_core.errors import DapoError
+from dapo_core.errors import DapoError, counted
 from dapo_core.merge.adoption import open_trained
 from dapo_core.model.folder import require_reference
 from dapo_core.model.lora import full_model
@@ -19,6 +19,7 @@ from dapo_core.reward.custom import require_loss
 from dapo_core.reward.routing import require_scorers
 from downloads import DownloadError, Unreachable
 from eval import EvaluationError
+from eval.problems.pictures import IMAGES
 from eval.problems.prompts import find_template
 from eval.report.gates import LAST_NIGHT
 from heartbeat import heartbeat
@@ -69,37 +70,40 @@ def examine(
     findings = Findings()
     with findings.catching("data"):
         check_columns(all_sources(config), findings)
-    inputs = inputs_here(config, findings)
-    with findings.catching("reward"):
-        require_scorers((), config.reward, config.custom_reward)
-    with findings.catching("loss"):
-        require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
-    with findings.catching("engine"):
-        require_known(config.rollout.engine_args)
-    if config.is_adopted:
-        _check_adopted(config, inputs.model, findings)
-    with findings.catching("resume"):
-        require_resume(config.checkpoint.resume)
-    with findings.catching("reference model"):
-        _check_reference(config, inputs.model)
-    with findings.catching("prompt"):
-        for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
-            find_template(settings.prompt, default="given")
-            scorer_file(settings)
-    facts = _examine_inputs(config, inputs, findings)
-    check_baselines(config, findings)
-    limit = check_machine(config, facts, inputs.model, on_nodes, findings)
-    if not config.is_adopted:
-        check_memory(config, inputs.model, findings, limit)
-    if (is_smoke or is_sampled) and inputs.model is not None and not findings.failed:
-        if is_smoke:
-            check_server(inputs.model, config, inputs.evaluation, findings)
+    with inputs_here(config, findings) as inputs:
+        with findings.catching("reward"):
+            require_scorers((), config.reward, config.custom_reward)
+        with findings.catching("loss"):
+            require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
+        with findings.catching("engine"):
+            require_known(config.rollout.engine_args)
+        if config.is_adopted:
+            _check_adopted(config, inputs.model, findings)
+        with findings.catching("resume"):
+            require_resume(config.checkpoint.resume)
+        with findings.catching("reference model"):
+            _check_reference(config, inputs.model)
+        with findings.catching("prompt"):
+            for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+                find_template(settings.prompt, default="given")
+                scorer_file(settings)
+        facts = _examine_inputs(config, inputs, findings)
+        check_baselines(config, findings)
+        limit = check_machine(config, facts, inputs.model, on_nodes, findings)
         if not config.is_adopted:
-            check_sampling(inputs.model, config, inputs.problems, findings)
-    elif is_smoke or is_sampled:
-        findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
-    for name in inputs.later:
-        findings.add("later", OK, f"checked after the first two stages: {name}")
+            check_memory(config, inputs.model, findings, limit)
+        if (is_smoke or is_sampled) and inputs.model is not None and not findings.failed:
+            if is_smoke:
+                check_server(inputs.model, config, inputs.evaluation, findings)
+            if not config.is_adopted:
+                check_sampling(inputs, config, findings)
+        elif is_smoke or is_sampled:
+            findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
+        later = [*inputs.later]
+        if num_left := sum(bool(one.images) for one in inputs.problems) - len(inputs.pictured):
+            later.append(f"the pictures of {counted(num_left, 'training problem')}")
+        for name in later:
+            findings.add("later", OK, f"checked after the first two stages: {name}")
     return findings
 
 
@@ -127,8 +131,10 @@ def require_ready(config: ChainConfig) -> None:
 
 
 def require_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> None:
-    """Like `require_ready`, for the checks of `examine_fetched`, if anything had to be fetched."""
-    if inputs_later(config):
+    """Like `require_ready`, for the checks of `examine_fetched`, if anything was left to them:
+    inputs that had to be fetched, and pictures.
+    """
+    if inputs_later(config) or (Path(data.path) / IMAGES).is_dir():
         _conclude(examine_fetched(config, data, model))
 
 

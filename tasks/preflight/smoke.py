@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -33,10 +33,13 @@ from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
 from eval.problems.items import Problem
+from eval.problems.prompts import Prompt
 from eval.problems.registry import OWN
+from eval.requests.pictures import with_pictures
 from heartbeat import heartbeat
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
+from tasks.preflight.inputs import Inputs
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import serve_model
 
@@ -70,19 +73,20 @@ def check_server(
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
 
 
-def check_sampling(
-    model: Path, config: ChainConfig, problems: Sequence[Problem], findings: Findings
-) -> None:
+def check_sampling(inputs: Inputs, config: ChainConfig, findings: Findings) -> None:
     """Sample and score a few groups as the training does, and say whether they have signal.
 
     Without problems, a fixed question only shows that the engine answers.
     """
-    problems = [one for one in problems if not one.images]  # files are not prepared yet
+    assert inputs.model is not None
+    is_here = config.train.ray_address is None
+    problems = [one for one in inputs.problems if not one.images]
+    problems += inputs.pictured if is_here else ()  # a node does not see their files
     chosen = list(problems[:: max(len(problems) // NUM_PROMPTS, 1)][:NUM_PROMPTS])
-    sample = _sample_here if config.train.ray_address is None else _sample_on_node
+    sample = partial(_sample_here, pictures=inputs.folder) if is_here else _sample_on_node
     trial = f"{config.rollout.engine} samples {len(chosen) or 1} x {NUM_SAMPLES} responses"
     with findings.catching("smoke"), heartbeat(lambda: trial):
-        groups = sample(model, config, chosen or [QUESTION], findings)
+        groups = sample(inputs.model, config, chosen or [QUESTION], findings)
         if groups and chosen:
             findings.append(describe_sampling(groups, config))
 
@@ -95,19 +99,18 @@ def _ask_server(
     findings: Findings,
 ) -> None:
     began = time.monotonic()
-    prompt = (
-        evaluation.items[0].prompt
-        if evaluation is not None and not evaluation.items[0].images
-        else ({"role": "user", "content": TEXT},)
-    )
+    item = None if evaluation is None else evaluation.items[0]
+    prompt: Prompt = ({"role": "user", "content": TEXT},) if item is None else item.prompt
     if config.model.chat_template is not None:  # added by fetch-model; this folder may not have it
         prompt = TEXT
-    is_chat = not isinstance(prompt, str)
     with serve_model(model, config.served, log_path) as server:
-        body = {"model": server.model, "max_tokens": NUM_TOKENS, "temperature": 0.0}
-        body |= {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        body: dict[str, Any] = {"model": server.model, "max_tokens": NUM_TOKENS, "temperature": 0.0}
+        if isinstance(prompt, str):
+            body |= {"prompt": prompt}
+        else:
+            body |= {"messages": with_pictures(prompt, () if item is None else item.images)}
         answer = httpx.post(
-            server.url("chat/completions" if is_chat else "completions"),
+            server.url("completions" if isinstance(prompt, str) else "chat/completions"),
             json=body,
             headers={"Authorization": f"Bearer {server.api_key}"},
             timeout=config.evaluate.request_timeout_seconds,
@@ -122,7 +125,11 @@ def _ask_server(
 
 
 def _sample_here(
-    model: Path, config: ChainConfig, problems: Sequence[Problem], findings: Findings
+    model: Path,
+    config: ChainConfig,
+    problems: Sequence[Problem],
+    findings: Findings,
+    pictures: Path,
 ) -> list[Sampled]:
     """Try the engine in a child process: an instruction that this CPU lacks kills it."""
     began = time.monotonic()
@@ -130,7 +137,7 @@ def _sample_here(
     set_defaults(WORKERS)  # as Ray's workers have them; the child loads OpenMP
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            groups = pool.submit(_sample, model, config, problems).result()
+            groups = pool.submit(_sample, model, config, problems, pictures).result()
         except BrokenProcessPool:
             findings.add(
                 "smoke",
@@ -176,14 +183,19 @@ def _took(groups: Sequence[Sampled], began: float) -> str:
     return f"{num_tokens} tokens after {time.monotonic() - began:.0f} s"
 
 
-def _sample(model: Path, config: ChainConfig, problems: Sequence[Problem]) -> list[Sampled]:
-    """The groups that a rollout worker finishes in SAMPLE_SECONDS."""
+def _sample(
+    model: Path, config: ChainConfig, problems: Sequence[Problem], pictures: Path = Path()
+) -> list[Sampled]:
+    """The groups that a rollout worker finishes in SAMPLE_SECONDS.
+
+    Names of pictures are relative to the folder `pictures`.
+    """
     from dapo_core.engines.factory import engine_settings
 
     device = device_for(config.train.device)
     config = with_model_dtypes(with_model_sampling(config, model), model)
     tokenizer = load_tokenizer(model, config.model.trust_remote_code, config.model.chat_template)
-    encoder = PromptEncoder(tokenizer, model, Path(), config.rollout.chat_template_kwargs)
+    encoder = PromptEncoder(tokenizer, model, pictures, config.rollout.chat_template_kwargs)
     prompts = tokenize_prompts(problems, encoder, sys.maxsize)
     fitting = [one for one in prompts if len(one.input.token_ids) <= config.data.max_prompt_tokens]
     build = partial(

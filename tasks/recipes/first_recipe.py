@@ -28,7 +28,7 @@ from tasks.data.sources import ARITHMETIC
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
-from tasks.preflight.prompts import longest_prompt
+from tasks.preflight.prompts import longest_item, longest_problem
 from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
 
 logger = logging.getLogger(__name__)
@@ -122,14 +122,16 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, 
     Raises PreflightError for unusable inputs.
     """
     findings = Findings()
-    inputs = inputs_here(ChainConfig.model_validate(tree), findings)
-    findings.require()
     bounds = Bounds(positions=facts.positions)
-    if facts.tokenizer is not None:
-        prompts: list[Any] = [one.messages for one in inputs.problems]
-        prompts += [item.prompt for item in inputs.evaluation.items] if inputs.evaluation else []
-        longest = longest_prompt(facts, prompts) if prompts else None
-        bounds = replace(bounds, longest_prompt=longest, longest_question=longest)
+    with inputs_here(ChainConfig.model_validate(tree), findings) as inputs:
+        findings.require()
+        if facts.tokenizer is not None:
+            longest = longest_problem(facts, inputs)
+            if inputs.evaluation is not None:
+                longest = max(longest, longest_item(facts, inputs, inputs.evaluation))
+            bounds = replace(
+                bounds, longest_prompt=longest or None, longest_question=longest or None
+            )
     golds: dict[str, list[str]] = {}
     for one in inputs.problems:
         golds.setdefault(one.data_source or OWN.scorer, []).append(one.gold)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
 
 from dapo_core.config.training import TrainingConfig
+from dapo_core.draw.encoding import PromptEncoder
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import shape_of
@@ -31,7 +31,7 @@ from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import Inputs, inputs_here
 from tasks.preflight.memory import device_limit, model_config
 from tasks.preflight.model import check_model
-from tasks.preflight.prompts import NUM_MEASURED, prompt_tokens
+from tasks.preflight.prompts import NUM_MEASURED
 from tasks.runs.history import RecordedRun, artifact_of, read_config, read_runs
 from tasks.stages import TRAIN_POLICY
 
@@ -60,11 +60,12 @@ class RunTime:
 def run_time(config: ChainConfig, gigabytes: float | None = None) -> RunTime:
     """Estimate a run from its local problems; raises what `time_of` raises."""
     findings = Findings()
-    inputs = inputs_here(config, findings)
-    step = time_of(config, gigabytes, _mean_prompt(config, inputs, findings))
+    with inputs_here(config, findings) as inputs:
+        step = time_of(config, gigabytes, _mean_prompt(config, inputs, findings))
+        evaluated = inputs.evaluated(config)
     sizes = [
         len(found.items) * (config.evaluate if one is None else config.evaluate.of(one)).num_samples
-        for one, found in inputs.evaluated(config)
+        for one, found in evaluated
     ]
     models = 2 + len(config.evaluate.baselines) + len(config.checkpoint_steps)
     return RunTime(step, config.train.total_steps, models, sum(sizes) or None)
@@ -77,9 +78,11 @@ def _mean_prompt(config: ChainConfig, inputs: Inputs, findings: Findings) -> flo
     facts = check_model(inputs.model, config, findings)
     if facts.tokenizer is None:
         return None
-    sample = inputs.problems[:: -(-len(inputs.problems) // NUM_MEASURED)]
+    texts = [problem for problem in inputs.problems if not problem.images]
+    sample = [*texts[:: -(-len(texts) // NUM_MEASURED) or 1], *inputs.pictured]
     arguments = config.rollout.chat_template_kwargs
-    return fmean(prompt_tokens(facts, [one.messages for one in sample], arguments))
+    encoder = PromptEncoder(facts.tokenizer, inputs.model, inputs.folder, arguments)
+    return float(encoder.encode(sample, encoder.render(sample)).lengths.mean()) if sample else None
 
 
 def time_of(

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from eval import InputError
 from eval.endpoint import Endpoint, Sampling
+from eval.logs.exported import export_inspect, export_lm_eval
 from eval.problems import ProblemsError
 from eval.problems.evaluation_sets import load_set
 from eval.problems.items import EvaluationSet
 from eval.report import item_pages
 from eval.report.item_pages import pack_items
-from eval.results.rows import load_evaluation
+from eval.results.rows import ResultsError, load_evaluation
 from flows.cli import app
 from tasks.data.prepare import build_dataset
 from tests.configs import make_config
@@ -184,6 +185,37 @@ def test_the_report_shows_the_pictures_beside_the_answers(
     assert urls() == [1, 1, 2, 0]
     monkeypatch.setattr(item_pages, "MAX_PICTURE_CHARS", 10_000)
     assert urls() == [1, 1, 0, 0]
+
+
+def test_exported_logs_hold_the_pictures(
+    server: ArithmeticServer, rows: Path, tmp_path: Path
+) -> None:
+    asked = asked_of(rows, tmp_path)
+    evaluate(asked, Endpoint(server.url, "m"), SAMPLING, tmp_path / "results")
+    names = [item.image_names for item in asked.items]
+    contents = {file.name: file.read_bytes() for item in asked.items for file in item.images}
+    evaluation = load_evaluation(tmp_path / "results")
+    [log] = export_inspect(evaluation, tmp_path / "log.json")
+    for sample, shown in zip(json.loads(log.read_text())["samples"], names, strict=True):
+        [message] = sample["input"]
+        if not shown:
+            assert "<image>" not in message["content"]
+            continue
+        urls = [part["image"] for part in message["content"] if part["type"] == "image"]
+        decoded = [base64.b64decode(url.partition("base64,")[2]) for url in urls]
+        assert decoded == [contents[name] for name in shown]
+    for _ in range(2):
+        samples, _ = export_lm_eval(evaluation, tmp_path / "logs")
+    documents = [json.loads(line)["doc"] for line in samples.read_text().splitlines()]
+    listed = [document.get("images", []) for document in documents]
+    assert listed == [[f"images/{name}" for name in shown] for shown in names]
+    assert {
+        file.name: file.read_bytes() for file in (tmp_path / "logs/images").iterdir()
+    } == contents
+    (tmp_path / "results/images" / names[0][0]).unlink()
+    for export in (export_inspect, export_lm_eval):
+        with pytest.raises(ResultsError, match=r"1 of 2 pictures of the evaluation are missing"):
+            export(evaluation, tmp_path / "other")
 
 
 def test_geometry3k_is_asked_as_published(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dapo_core.model.names import is_of_tower
 from dapo_core.model.pictures import ImageProcessor
 from tests.tiny_models import build_tiny, tiny_engine_settings
 from tests.tiny_vision import FAMILIES, build_tiny_vision, write_picture
+from tests.two_processes import engine_of_two_processes
 
 pytest.importorskip("torchvision", reason="vLLM's models that read pictures import it")
 
@@ -134,6 +135,27 @@ def test_new_weights_reach_pictures_that_were_read_before(
     for prompt, old, new in zip(prompts, before, _finish(engine, prompts), strict=True):
         assert _difference(model, prompt, new) < TOLERANCE
         assert _difference(model, prompt, old) > 0.5
+
+
+def test_an_engine_of_two_processes_reads_pictures_and_forgets_them_after_a_sync(
+    tmp_path: Path,
+) -> None:
+    """Each process has its own cache of features."""
+    paths = [build_tiny_vision(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    prompts = [_prompt(paths[0], tmp_path, sizes) for sizes in SIZES]
+    sequences = [(prompt, [7, 8, 9]) for prompt in prompts]
+    settings = replace(SETTINGS, tensor_parallel=2)
+    with engine_of_two_processes(paths[0], settings, tmp_path) as engine:
+        for version, path in enumerate(paths):
+            if version:
+                engine.load_weights(load_file(path / "model.safetensors").items(), version)
+            model = _model(path)
+            for prompt, response in zip(prompts, _finish(engine, prompts), strict=True):
+                assert _difference(model, prompt, response) < TOLERANCE
+            given = engine.log_probs(sequences)
+            for (prompt, ids), found in zip(sequences, given, strict=True):
+                expected = _expected(model, prompt, ids).tolist()
+                assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
 def _require_log_probs(

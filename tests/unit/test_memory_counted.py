@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from dapo_core.config.training import TrainingConfig
 from dapo_core.memory.published import published_config
 
+LISTED_BLOCKS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,6 +33,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("Qwen3-30B-A3B", 16, 4, 1),
         ("Qwen3-30B-A3B", 16, 4, 16),
         ("Qwen3-235B-A22B", 128, 8, 8),
+        ("Qwen3-VL-30B-A3B", 16, 4, 8),
+        ("Qwen2.5-VL-7B", 8, 1, 1),
     ],
 )
 def test_the_plan_matches_what_the_code_allocates(
@@ -41,7 +45,7 @@ def test_the_plan_matches_what_the_code_allocates(
     bench: ModuleType,
     tmp_path: Path,
 ) -> None:
-    published: dict[str, Any] = {**(published_config(model) or {}), "num_hidden_layers": 2}
+    published = _with_two_layers(model)
     train = {
         "num_ranks": num_ranks,
         "sequence_parallel": sequence_parallel,
@@ -56,3 +60,36 @@ def test_the_plan_matches_what_the_code_allocates(
     counted = {phase: parts[bench.fake_policy.TOTAL] for phase, parts in counts.items()}
     planned = bench.planned_bytes(config, published)
     assert planned == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_plan_counts_what_a_tower_allocates(bench: ModuleType, tmp_path: Path) -> None:
+    """With long prompts, its pass is the peak of old log-probs."""
+    published = _with_two_layers("Qwen3-VL-30B-A3B")
+    sections = {
+        "data": {"max_prompt_tokens": 32_768},
+        "rollout": {"max_response_tokens": 64},
+        "train": {
+            "num_ranks": 16,
+            "expert_parallel": 16,
+            "dtype": "bfloat16",
+            "micro_batch_tokens": 32_832,
+        },
+    }
+    config = TrainingConfig.model_validate(sections)
+    counts = bench.fake_policy.count(AutoConfig.for_model(**published), config, tmp_path)
+    counted = counts["old_log_probs"][bench.fake_policy.TOTAL]
+    planned = bench.planned_bytes(config, published)["old_log_probs"]
+    assert planned == pytest.approx(counted, rel=0.1)
+    decoder = {**published["text_config"], "model_type": "qwen3_moe"}
+    assert counted > 1.5 * bench.planned_bytes(config, decoder)["old_log_probs"]
+
+
+def _with_two_layers(model: str) -> dict[str, Any]:
+    """A published model's config.json with two decoder layers, and as many blocks of a tower."""
+    published: dict[str, Any] = deepcopy({**(published_config(model) or {})})
+    published.get("text_config", published)["num_hidden_layers"] = 2
+    if "vision_config" in published:
+        shown = published["vision_config"]
+        shown |= {"depth": 2, **{name: [1] for name in LISTED_BLOCKS if name in shown}}
+    return published

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,22 @@ def test_a_frozen_tower_has_no_gradients_no_moments_and_keeps_no_activations() -
 def test_published_models_have_the_right_sizes() -> None:
     billions = {name: shape_of(config).num_parameters / 1e9 for name, config in PUBLISHED.items()}
     known = {"Qwen3-0.6B": 0.60, "Qwen3-8B": 8.19, "Qwen3-30B-A3B": 30.53, "Qwen2.5-32B": 32.76}
+    known |= {"Qwen3-VL-30B-A3B": 31.07, "Qwen2.5-VL-7B": 8.29}  # with their towers
     assert {name: round(billions[name], 2) for name in known} == known
     for name in ("models/Qwen3-8B-Base", "Qwen/Qwen3-8B"):
         assert published_config(name) is PUBLISHED["Qwen3-8B"]
     assert published_config("Qwen/Qwen3-8B-VL") is None
+
+
+def test_an_engine_reserves_a_pass_of_its_tower_over_the_largest_picture() -> None:
+    config, shape = recipe("qwen3_vl_30b_geo3k"), shape_of(PUBLISHED["Qwen3-VL-30B-A3B"])
+    whole, decoder = (
+        engine_memory(config, each, None).activations
+        for each in (shape, replace(shape, tower=None))
+    )
+    # 16,384 tokens of four patches, each with 16 x 16 x 2 x 3 pixels and 8 h + 3 i values, in
+    # bfloat16
+    assert whole - decoder == 16_384 * 4 * (1_536 + 8 * 1_152 + 3 * 4_304) * 2
 
 
 def test_state_of_qwen3_32b_over_64_ranks() -> None:

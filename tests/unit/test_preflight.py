@@ -29,6 +29,7 @@ from tasks.preflight.model import turn_end
 from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
 from tests.tiny_models import build_adapter, build_tiny, tiny_tokenizer
+from tests.tiny_vision import build_tiny_vision, write_picture
 
 Alter = Callable[[Path], object]
 LENGTHS: dict[str, dict[str, Any]] = {
@@ -191,6 +192,38 @@ def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(
     changes = dict(word.split("=") for word in finding.advice.split(" --set ")[1:])
     lengths = {key.split(".")[0]: {key.split(".")[1]: int(value)} for key, value in changes.items()}
     assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
+
+
+def test_every_token_of_a_picture_counts_in_the_lengths_of_prompts(tmp_path: Path) -> None:
+    """A picture of 128 x 128 pixels has 64 tokens, in the text it is one."""
+    vision = build_tiny_vision(tmp_path / "vision")
+    write_picture(tmp_path / "a.png", 128, 128)
+    asked = {"images": ["a.png"], "problem": "<image>What is the value of x?", "answer": "3"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(asked | {'id': n})}\n" for n in range(100)))
+    (tmp_path / "eval.jsonl").write_text(json.dumps(asked | {"problem": "<image>And y?"}))
+    passed = {each.check: each.found for each in examine(recipe(tmp_path, vision, rows))}
+    trained, evaluated = map(int, re.findall(r"up to (\d+)", passed["lengths"]))
+    assert 64 < evaluated < trained < 160
+    assert (
+        passed["later"]
+        == "checked after the first two stages: the pictures of 50 training problems"
+    )
+    limits = {"data": {"max_prompt_tokens": trained - 1}}
+    (short,) = found(recipe(tmp_path, vision, rows, **limits), FAIL)
+    assert short.check == "lengths"
+    assert short.advice == f"these fit together: --set data.max_prompt_tokens={trained}"
+
+
+def test_pictures_need_a_model_that_reads_them(tmp_path: Path, model: Path) -> None:
+    write_picture(tmp_path / "a.png")
+    row = {"images": "a.png", "problem": "<image>What is x?", "answer": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (finding,) = found(recipe(tmp_path, model, tmp_path / "rows.jsonl"), FAIL)
+    assert "the problems have pictures, but the model" in finding.found
+    row["images"] = "http://127.0.0.1:9/a.png"  # on no server: its picture is left to prepare-data
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert found(recipe(tmp_path, model, tmp_path / "rows.jsonl"), FAIL) == []
 
 
 def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: Path) -> None:

@@ -159,6 +159,8 @@ def test_derived_numbers_are_as_computed_by_hand(name: str) -> None:
         ("dapo_qwen3_32b_math", 64, 22_528, 400),
         ("gspo_qwen3_30b_a3b_math", 16, 22_528, 400),
         ("gspo_qwen3_235b_a22b_math", 128, 22_528, 400),
+        ("qwen3_vl_30b_geo3k", 16, 3_072, 400),
+        ("qwen2_5_vl_7b_geo3k", 8, 3_072, 1000),
         ("dapo_qwen3_0_6b_gsm8k", 2, 2_560, 400),
         ("dapo_qwen3_0_6b_laptop", 1, 2_560, 400),
         ("dapo_qwen3_8b_one_gpu", 1, 10_240, 200),

@@ -392,9 +392,9 @@ def found(config: Any) -> list[Finding]:
     """The findings about columns, answers and overlap."""
     findings = Findings()
     check_columns(all_sources(config), findings)
-    inputs = inputs_here(config, findings)
-    check_golds(inputs, findings)
-    check_overlap(config, inputs, findings)
+    with inputs_here(config, findings) as inputs:
+        check_golds(inputs, findings)
+        check_overlap(config, inputs, findings)
     return findings
 
 
