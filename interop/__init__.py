@@ -1,5 +1,4 @@
-"""Read and write the configurations and logs of other trainers (verl, MindSpeed): pure data and
-functions.
+"""Read the configurations and logs of other trainers (verl, MindSpeed): pure data and functions.
 
 In names and docstrings, *foreign* means the other trainer, *ours* this project.
 """

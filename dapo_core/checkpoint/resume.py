@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -211,16 +211,12 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints, responses and metrics aside; the lock stays."""
+    """Move checkpoints, responses and metrics to `superseded-TIME`; the lock stays."""
     beside = [folder.parent / name for name in (GENERATIONS, ROLLOUTS, METRICS_FILE)]
     # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
     # last.
     candidates = (*step_folders(folder), folder / LATEST_FILE, *beside)
-    move_aside(folder, [path for path in candidates if path.exists()])
-
-
-def move_aside(folder: Path, paths: Sequence[Path]) -> None:
-    """Move paths in the checkpoint folder or beside it to `superseded-TIME`, in this order."""
+    paths = [path for path in candidates if path.exists()]
     if not paths:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")

@@ -43,7 +43,7 @@ def private_workers(train: TrainConfig) -> dict[str, str]:
 
 
 def given_by_training(config: TrainingConfig) -> Iterator[Given]:
-    """Yield the variables that `dapo train` sets with the built-in backend."""
+    """Yield the variables that `dapo train` sets."""
     train, rollout = config.train, config.rollout
     is_private = train.ray_address is None
     where = "" if is_private else ", unless their node sets it"

@@ -19,11 +19,12 @@ from dapo_core.errors import CheckpointError
 
 NEWEST_FILE, COMPLETE_FILE = "latest_checkpointed_iteration.txt", "trainer_state.json"
 _STEP_FOLDER = re.compile(r"(?:global_step_|iter_|checkpoint-)(\d+)")
-_CONVERTERS = {
-    "verl": "python -m verl.model_merger merge --backend megatron --local_dir {folder} "
-    "--target_dir MODEL",
-    "MindSpeed": "its convert_ckpt.py (MindSpeed-RL) or mm-convert (MindSpeed-MM)",
-}
+_VERL = (
+    "verl",
+    "python -m verl.model_merger merge --backend megatron --local_dir {folder} --target_dir MODEL",
+)
+_MINDSPEED = ("MindSpeed", "its convert_ckpt.py (MindSpeed-RL) or mm-convert (MindSpeed-MM)")
+_OF_MEGATRON = {"dist_ckpt": _VERL, "model/dist_ckpt": _VERL, "mp_rank_*": _MINDSPEED}
 
 
 def weights_in(folder: Path) -> Path:
@@ -41,9 +42,9 @@ def weights_in(folder: Path) -> Path:
     for place in (actor / "model/huggingface", actor / "huggingface", actor):
         if _is_model(place):
             return place
-    for trainer, pattern in (("verl", "**/dist_ckpt"), ("MindSpeed", "mp_rank_*")):
+    for pattern, (trainer, converter) in _OF_MEGATRON.items():
         if any(actor.glob(pattern)):
-            command = _CONVERTERS[trainer].format(folder=actor)
+            command = converter.format(folder=actor)
             raise CheckpointError(
                 f"{actor} contains Megatron weights of {trainer}, which only {trainer} can "
                 f"convert: run {command}, and give the folder that it writes"

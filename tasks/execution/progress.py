@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 FOLLOW_SECONDS = 0.5
 STEP_PARTS = {
     "sampler/accuracy": "right {:.1%}",
-    "critic/score/mean": "score {:.3f}",
     "response_length/mean": "length {:.0f} tokens",
     "sampler/kept_groups": "kept {:.0f} groups",
     "timing_s/step": "{:.1f} s",
@@ -64,8 +63,6 @@ class StepProgress:
             if accuracy is not None:
                 state = f"accuracy {accuracy:.1%} on held-out problems before training"
             return self._at(0, state)
-        if "sampler/kept_groups" in known:  # missing from other trainers
-            known.pop("critic/score/mean", None)
         parts = [text.format(known[name]) for name, text in STEP_PARTS.items() if name in known]
         now = known.get("wall_time", time.time())
         if self._first_step is None or step <= self._first_step:  # resumed from a checkpoint

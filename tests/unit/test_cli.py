@@ -104,6 +104,7 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
             "configuration no/such.yaml cannot be read: No such file or directory",
         ),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint has no complete checkpoint"),
+        (["adopt", "nowhere", CONFIG], "folder nowhere does not exist"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
         (
             ["plan", "configs/arith-cpu.yml"],
