@@ -32,7 +32,7 @@ from dapo_core.algorithm.loss import LossTotals
 from dapo_core.config.training import TrainingConfig
 from dapo_core.model.folder import IMAGE_TOKEN, read_config
 from dapo_core.model.inputs import ImageReference
-from dapo_core.policy import experts, log_probs, vision
+from dapo_core.policy import experts, log_probs, routing, vision
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
 from dapo_core.policy.attention import sequence_group
@@ -135,6 +135,7 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
                 (sharding, "_fill", lambda *_: None),
                 (experts, "_count_rows", _equal_loads),
                 (Routing, "count", lambda *_: None),  # depends on values
+                (routing, "returns_probabilities", lambda _: False),  # too, and stays cached
                 (policy_rank, "sequence_group", lambda *_: group),
                 (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
                 (policy_rank, "pack", _with_fake_rows(policy_rank.pack, mode)),
