@@ -20,7 +20,7 @@ FORM = "NAME[.METRIC] >= NUMBER, or NAME[.METRIC] >= COLUMN - NUMBER; the sign i
 _SIGNS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _NUMBER = r"\d+(?:\.\d+)?"
 _GATE = re.compile(
-    r"(?P<name>\w[\w-]*)(?:\.(?P<metric>[\w@]+))?\s*(?P<sign>>=|<=|>|<)\s*"
+    r"(?P<measure>\w[^<>=]*?)\s*(?P<sign>>=|<=|>|<)\s*"
     rf"(?P<bound>-?{_NUMBER}|(?P<column>[^\W\d][\w-]*?)(?P<shift>\s*[+-]\s*{_NUMBER})?)"
 )
 _DECIMALS = 9  # of a percentage; hides binary rounding
@@ -68,7 +68,7 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
     match = _GATE.fullmatch(text.strip())
     if match is None:
         raise GateError(f"evaluate.gates or --gate: {text!r} is not of the form {FORM}")
-    name, metric = match["name"], match["metric"] or ACCURACY
+    name, metric = _name_and_metric(match["measure"], benchmarks)
     column, shift = match["column"], match["shift"] or "0"
     if match["bound"] in columns:  # a column such as qwen3-8, which also reads as "qwen3 minus 8"
         column, shift = match["bound"], "0"
@@ -92,6 +92,12 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
         )
     points = float(match["bound"]) if column is None else float("".join(shift.split()))
     return Gate(text.strip(), name if benchmarks else POOLED, metric, match["sign"], column, points)
+
+
+def _name_and_metric(measure: str, benchmarks: Sequence[str]) -> tuple[str, str]:
+    """Split NAME[.METRIC]. Benchmarks of other programs may have dots and spaces in their names."""
+    name, dot, metric = measure.rpartition(".")
+    return (name, metric) if dot and measure not in benchmarks else (measure, ACCURACY)
 
 
 def check_gate(

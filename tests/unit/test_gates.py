@@ -22,6 +22,13 @@ MEASURED = {
 }
 
 
+def test_gates_may_name_benchmarks_of_other_programs_with_any_characters() -> None:
+    names = ["math_500_Level 1", "inspect_evals/gsm8k", "v1.5"]
+    for name in names:
+        assert parse_gate(f"{name} >= before - 1", names, COLUMNS).name == name
+        assert parse_gate(f"{name}.tokens<9", names, COLUMNS).metric == "tokens"
+
+
 @pytest.mark.parametrize(
     ("text", "gate"),
     [

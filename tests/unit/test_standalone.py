@@ -53,6 +53,7 @@ def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProce
 def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
     rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "scores.csv").write_text("item,score\n1,1\n2,0\n")
     with running() as server:
         asked = (
             "eval",
@@ -83,15 +84,17 @@ def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
             ("grade", "suite"),
             ("compare", "before", "after"),
             ("compare", "before", "after", "--output", "page"),
+            ("compare", "scores.csv", "scores.csv", "--gate", "pooled >= before"),
             ("datasets",),
             ("datasets", "show", "sums.jsonl", "--use", "eval"),
         )
-    assert re.findall("exit status (.*)", done.stdout) == ["0"] * 9, done.stdout + done.stderr
+    assert re.findall("exit status (.*)", done.stdout) == ["0"] * 10, done.stdout + done.stderr
     for text in (
         "avg2: accuracy 100.0% of 16",
         "after: accuracy 100.0% of 8",
         "no verdict changed",
         "report.html",
+        "Gates: 1 of 1 passed",
         "math500",
         "1 + 1 = ?",
     ):
