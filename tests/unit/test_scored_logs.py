@@ -83,13 +83,15 @@ def test_evalscope_settings_that_differ_are_named_and_predictions_lead_to_review
             tmp_path / side / "predictions" / name / "math_500_Level 1.jsonl",
             [{"index": 0, "model": name, "model_output": {}}],
         )
-    sides = [next((tmp_path / side / "predictions").glob("*/*")) for side in ("before", "after")]
-    result = compare_logs(*sides)
+    before, after = (
+        next((tmp_path / side / "predictions").glob("*/*")) for side in ("before", "after")
+    )
+    result = compare_logs(before, after)
     assert result.benchmarks[0].num_better == 2
     assert "generation_config.max_tokens: 7 before, 12 after" in result.notes[0]
     shutil.rmtree(tmp_path / "after/reviews")
     with pytest.raises(ScoresError, match="it holds evalscope's scores, and predictions do not"):
-        compare_logs(*sides)
+        compare_logs(before, after)
 
 
 def nemo_run(folder: Path, rewards: Mapping[int, list[float]], **config: Any) -> Path:
