@@ -18,7 +18,7 @@ from durable import read_json_lines
 from flows.config import Config, resolve_config
 from tasks import chain
 from tasks.adopted import SETTINGS, adopt_checkpoint, adopted_files
-from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.preflight.run import examine
 from tasks.runs.history import find_training_log
 from tasks.runs.plan import plan_chain
@@ -87,15 +87,20 @@ def config_of(model: Path, store: Path, **adopt: object) -> Config:
     return resolve_config(sections)
 
 
+def output(state: Any) -> Artifact:
+    artifact: Artifact = state.result()
+    return artifact
+
+
 def run_chain(config: Config) -> tuple[Run, dict[str, Any]]:
     """The stages of dapo-full in this process, without Prefect, and the report."""
     with Run.start(config) as run:
-        data = chain.prepare_data.fn(run).result()
-        model = chain.fetch_model.fn(run, None).result()
-        before = chain.evaluate_model.fn(run, data, model, "evaluate_before").result()
-        training = chain.train_policy.fn(run, data, model).result()
-        merged = chain.merge_checkpoint.fn(run, training).result()
-        after = chain.evaluate_model.fn(run, data, merged, "evaluate_after").result()
+        data = output(chain.prepare_data.fn(run))
+        model = output(chain.fetch_model.fn(run, None))
+        before = output(chain.evaluate_model.fn(run, data, model, "evaluate_before"))
+        training = output(chain.train_policy.fn(run, data, model))
+        merged = output(chain.merge_checkpoint.fn(run, training))
+        after = output(chain.evaluate_model.fn(run, data, merged, "evaluate_after"))
         report = report_run(run, before, after, training, Columns())
     return run, report
 
