@@ -238,7 +238,10 @@ NORM, HEAD = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
             r"lacks a tokenizer .*set adopt\.folder",
         ),
     ],
-    ids=str,
+    ids=(
+        *("missing tensor", "unknown tensor", "shape", "tokenizer", "damaged", "adapter"),
+        *("pickle", "no folder", "empty", "no tokenizer"),
+    ),
 )
 def test_what_cannot_be_adopted_is_named_before_a_run(
     model: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
