@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter: float32, see dapo_core/policy/model.py
 SQUARE_ROOTS = 4  # bytes per parameter: of AdamW's second moments; on accelerators of all at once
-LOGITS_ENTROPY = 12  # bytes per logit without gradient: logits, exponentials, and softmax x logits
-LOGITS_TRAINED = 20  # bytes per logit in the backward pass, with or without an entropy bonus
-HEAD_GRADIENTS = 3  # head gradients while adding those of two chunks: both and their sum
+LOGITS = 8  # bytes per logit: float32 logits and exponentials, or in an entropy's gradient factors
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class _Rank:
         shape, item, tokens = self.shape, self.item, self.scored_tokens
         root, layers = item * shape.root_parameters, self._gathered_layers()
         stream = item * shape.hidden * tokens  # the residual stream
-        logits = self._chunk(tokens) * shape.vocabulary * LOGITS_ENTROPY
+        logits = self._chunk(tokens) * shape.vocabulary * LOGITS
         # FSDP2 keeps a unit's buffer until the next unit's weights are copied out of theirs.
         buffers = self._layer_buffer() if self.train.expert_parallel == 1 else 0
         return [
@@ -164,8 +162,6 @@ class _Rank:
         root, layer = shape.root_parameters, max(self.layer_sizes)
         head = shape.vocabulary * shape.hidden
         layers = self._gathered_layers()
-        chunk = self._chunk(tokens)
-        has_chunks = self.response_share * tokens > chunk
         kept = self._kept(tokens)
         stream = item * shape.hidden * tokens  # the residual stream
         norm = (4 + 2 * item) * shape.hidden * tokens
@@ -173,19 +169,18 @@ class _Rank:
         predictors = 2 * item * shape.hidden * int(tokens * self.response_share)
         # the last layer's buffer beside the root
         first = item * root + layers - self._layer_buffer()
-        outputs, logits = kept + norm + predictors, chunk * shape.vocabulary
+        outputs, logits = kept + norm + predictors, self._chunk(tokens) * shape.vocabulary * LOGITS
         recomputed = tokens * self.layer_bytes() if self.train.gradient_checkpointing else 0
         backward = kept + recomputed + tokens * self._mlp_backward() + 2 * stream
-        head_gradients = item * head * (HEAD_GRADIENTS if has_chunks else 1)
+        head_gradient = item * head
         root_gradients = max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root
         layer_gradients = item * (head + layer // 2) + GRADIENT * layer
         copied = GRADIENT * self.is_copied
         if self.has_adapters:  # weights have no gradients, and those of adapters are small
-            has_chunks, head_gradients, root_gradients, layer_gradients = False, 0, 0, 0
+            head_gradient, root_gradients, layer_gradients = 0, 0, 0
         return [
             (item * root + layers, 0, 0, self._tower_kept(tokens) + self._tower_pass(tokens), 0),
-            (first, item * head * has_chunks, 0, outputs, logits * LOGITS_TRAINED),
-            (first, head_gradients, 0, outputs, logits * item),
+            (first, head_gradient, 0, outputs, logits),
             (item * root + layers, layer_gradients, copied * layer, backward, 0),
             (0, root_gradients, copied * root, stream, 0),
             (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 class TokenLogProbs(nn.Module):
     """FSDP2 root module: a causal language model whose forward pass returns log-probs.
 
-    Logits are computed for `chunk_tokens` tokens at a time and recomputed in the backward pass, so
-    memory does not grow with tokens x vocabulary. Without `entropy_gradient`, the entropy is
-    detached.
+    Logits exist for `chunk_tokens` tokens at a time, so memory does not grow with tokens x
+    vocabulary. Without `entropy_gradient`, the entropy is detached.
     """
 
     def __init__(
@@ -63,25 +63,101 @@ class TokenLogProbs(nn.Module):
                 packing=row.packing,
             ).last_hidden_state
         predictors = hidden[0].index_select(0, row.predictors)  # [M, hidden]
-        inputs = (predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens))
-        modes: Any = {"use_reentrant": False, "preserve_rng_state": False}
-        parts = [
-            checkpoint(self._chunk, *chunk, temperature, with_entropy, **modes)
-            for chunk in zip(*inputs, strict=True)
-        ]
-        log_probs, entropy = zip(*parts, strict=True)
-        return torch.cat(log_probs), torch.cat(entropy)
+        head = self.causal_lm.get_output_embeddings()
+        log_probs, entropy = TargetLogProbs.apply(
+            predictors,
+            head.weight,
+            head.bias,
+            row.targets,
+            Options(
+                temperature,
+                self.chunk_tokens,
+                with_entropy,
+                with_entropy and self.entropy_gradient,
+            ),
+        )
+        return log_probs, entropy
 
-    def _chunk(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+
+class Options(NamedTuple):
+    """How TargetLogProbs computes."""
+
+    temperature: float
+    chunk_tokens: int
+    with_entropy: bool
+    entropy_gradient: bool
+
+
+class TargetLogProbs(torch.autograd.Function):
+    """Log-probs of the targets, and the entropy, if requested: [M] from hidden states [M, hidden].
+
+    Neither pass holds more than one chunk's logits. The backward pass computes them again and turns
+    them into their gradient in place: softmax minus one-hot.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.causal_lm.get_output_embeddings()(hidden).float() / temperature  # [chunk, V]
-        normalizer = logits.logsumexp(dim=-1)
-        log_probs = logits.gather(1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
-        if not with_entropy:
-            return log_probs, log_probs.new_empty(0)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
-            return log_probs, normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        ctx.weight, ctx.bias = weight, bias  # parameters, which saved-tensor hooks must not move
+        ctx.options = options
+        chosen, normalizer = torch.empty(2, len(hidden), device=hidden.device)
+        entropy = torch.empty(len(hidden) * options.with_entropy, device=hidden.device)
+        for part in _chunks(len(hidden), options.chunk_tokens):
+            logits = _logits(hidden[part], weight, bias, options.temperature)
+            normalizer[part] = logits.logsumexp(dim=-1)
+            chosen[part] = logits.gather(1, targets[part, None]).squeeze(-1)
+            if options.with_entropy:
+                probs = (logits - normalizer[part, None]).exp_()
+                entropy[part] = normalizer[part] - probs.mul_(logits).sum(dim=-1)
+                del probs
+            del logits  # before the next chunk's
+        if not options.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, targets, normalizer, entropy)
+        return chosen - normalizer, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_probs: torch.Tensor, d_entropy: torch.Tensor) -> tuple[Any, ...]:
+        hidden, targets, normalizer, entropy = ctx.saved_tensors
+        weight, bias, options = ctx.weight, ctx.bias, ctx.options
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for part in _chunks(len(hidden), options.chunk_tokens):
+            log_probs = _logits(hidden[part], weight, bias, options.temperature)  # [chunk, V]
+            log_probs.sub_(normalizer[part, None])
+            slope = factor = d_log_probs[part, None]
+            if options.entropy_gradient:  # d entropy / d logits = -probs (log_probs + entropy)
+                factor = (log_probs + entropy[part, None]).mul_(d_entropy[part, None]).add_(slope)
+            d_logits = log_probs.exp_().mul_(factor).neg_()
+            d_logits.scatter_add_(1, targets[part, None], slope)
+            del log_probs, factor
+            d_logits = d_logits.div_(options.temperature).to(hidden.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight.addmm_(d_logits.t(), hidden[part])
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+            del d_logits
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """Return new float32 logits [chunk, V] at a temperature."""
+    return functional.linear(hidden, weight, bias).float().div_(temperature)
 
 
 def load_token_log_probs(
