@@ -6,11 +6,15 @@
     print(result.verdict, result.difference, result.ci95, result.p)
     print(result.markdown())
 
-The item is the statistical unit: its samples are averaged, and its change is the mean after minus
-the mean before. The test is the exact two-sided sign-flip test of the changes, which is McNemar's
-for single right-or-wrong responses; the interval contains zero exactly if p is at least 0.05
-(`eval.results.statistics`). Over several benchmarks p-values are adjusted by Holm's method (Scand J
-Stat 6:65, 1979), and the pooled change is the mean over benchmarks with a stratified test.
+The item is the statistical unit: its samples are averaged, and its change d_i is the mean after
+minus the mean before. The difference is the mean of d_1 ... d_n. The test is the exact two-sided
+sign-flip test, p = P(|sum of s_i d_i| >= |sum of d_i|) over all 2**n signs s_i (Fisher, The Design
+of Experiments, 1935, section 21), which is McNemar's (Psychometrika 12:153, 1947) for single
+right-or-wrong responses. The interval contains zero exactly if p is at least 0.05: it is Tango's
+(Stat Med 17:891, 1998), extended to samples by empirical likelihood. Over several benchmarks
+p-values are adjusted by Holm's method (Scand J Stat 6:65, 1979). The pooled change is the mean over
+benchmarks, with a stratified test and a MOVER interval (Zou et al., Comput Stat Data Anal 53:1080,
+2009). `eval.results.statistics` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -44,6 +48,10 @@ MAX_RESPONSE_CHARS = 6000  # kept of a text, from its end
 _MOST_UNITS = 2**17  # sum of all changes; finer scores are rounded to it
 _SAME = 1e-9  # means that differ by less are equal
 _PARTS = (1, 2, 10, 100)  # of a score: scores such as 0.5, 0.3 and 0.25 stay exact
+
+
+Items = dict[str, list[Response]]  # the scored responses to each item, by sample
+Pair = tuple[list[Response], list[Response]]  # of one item, as many before as after
 
 
 @dataclass(frozen=True)
@@ -225,8 +233,8 @@ def compare(before: Any, after: Any) -> Result:
     `before` and `after` are arrays of shape [items] or [items, samples], {benchmark: array}, or
     tables with the columns item and score (`eval.results.scores.read_responses`). Higher scores are
     better. Items and benchmarks of one side only, responses without a score and surplus samples are
-    left out and counted in `notes`. Raises ScoresError if nothing can
-    be paired, or if an item's problem or gold answer differs.
+    left out and counted in `notes`. Raises ScoresError if nothing can be paired, or if an item's
+    problem or gold answer differs.
     """
     sides = [
         _by_benchmark(read_responses(one, label), label)
@@ -253,10 +261,6 @@ def compare(before: Any, after: Any) -> Result:
         worse=tuple(flip for flip in flips if flip.after < flip.before),
         notes=tuple(_left_out(sides, pairs)),
     )
-
-
-Items = dict[str, list[Response]]  # the scored responses to each item, by sample
-Pair = tuple[list[Response], list[Response]]  # of one item, as many before as after
 
 
 def _by_benchmark(responses: Iterable[Response], label: str) -> dict[str, Items]:
