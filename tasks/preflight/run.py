@@ -11,6 +11,7 @@ from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
 from dapo_core.demo.generated import is_generated
 from dapo_core.errors import DapoError, counted
+from dapo_core.memory.devices import Limit
 from dapo_core.merge.adoption import open_trained
 from dapo_core.model.folder import require_reference
 from dapo_core.model.lora import full_model
@@ -77,8 +78,6 @@ def examine(
             require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
         with findings.catching("engine"):
             require_known(config.rollout.engine_args)
-        if config.is_adopted:
-            _check_adopted(config, inputs.model, findings)
         with findings.catching("resume"):
             require_resume(config.checkpoint.resume)
         with findings.catching("reference model"):
@@ -90,8 +89,7 @@ def examine(
         facts = _examine_inputs(config, inputs, findings)
         check_baselines(config, findings)
         limit = check_machine(config, facts, inputs.model, on_nodes, findings)
-        if not config.is_adopted:
-            check_memory(config, inputs.model, findings, limit)
+        _check_policy(config, inputs.model, findings, limit)
         if (is_smoke or is_sampled) and inputs.model is not None and not findings.failed:
             if is_smoke:
                 check_server(inputs.model, config, inputs.evaluation, findings)
@@ -112,10 +110,7 @@ def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Fin
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
-    if config.is_adopted:
-        _check_adopted(config, Path(model.path), findings)
-    else:
-        check_memory(config, Path(model.path), findings)
+    _check_policy(config, Path(model.path), findings)
     return findings
 
 
@@ -167,8 +162,7 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 def _check_reference(config: ChainConfig, model: Path | None) -> None:
     path = config.algorithm.kl.reference_path
     require_reference(path, model)
-    if not config.is_adopted:
-        require_trainable(config, path)
+    require_trainable(config, path)
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
@@ -184,8 +178,13 @@ def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -
         )
 
 
-def _check_adopted(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check the files of adopt.folder, and its weights against the model before once it is here."""
+def _check_policy(
+    config: ChainConfig, model: Path | None, findings: Findings, limit: Limit | None = None
+) -> None:
+    """Check that the training fits the devices, or that adopt.folder has the model's weights."""
+    if not config.is_adopted:
+        check_memory(config, model, findings, limit)
+        return
     with findings.catching("adopted"):
         adopted_files(config)
         place = Path(str(config.adopt.folder))

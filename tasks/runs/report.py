@@ -86,8 +86,10 @@ def report_run(
         columns.absent,
     )
     metrics, folder = Path(training.path) / METRICS_FILE, run.folder / REPORT_FOLDER
-    found = metrics if metrics.is_file() or not run.config.is_adopted else None  # without a log
-    report = write_suite_report(models, found, folder, provenance, run.config.evaluate.gates)
+    is_logged = metrics.is_file() or not run.config.is_adopted
+    report = write_suite_report(
+        models, metrics if is_logged else None, folder, provenance, run.config.evaluate.gates
+    )
     if provenance.card is not None:
         write_card(provenance.card, folder)
     run.record(report=headline(report))
