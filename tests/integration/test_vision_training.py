@@ -19,6 +19,9 @@ from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config, load_config, resolve_config
 from tasks.data.prepare import build_dataset
+from tasks.preflight.finding import Findings
+from tasks.preflight.inputs import inputs_here
+from tasks.preflight.smoke import NUM_SAMPLES, _sample
 from tests.in_process import without_ray
 from tests.tiny_vision import build_tiny_vision, write_picture
 
@@ -127,6 +130,16 @@ def test_engine_and_policy_agree_on_pictures_after_every_update_and_a_resume(fol
     assert [[line[name] for name in names] for line in resumed] == [
         [line[name] for name in names] for line in whole
     ]
+
+
+def test_the_smoke_test_samples_responses_to_problems_with_pictures(folder: Path) -> None:
+    config, findings = _config(folder), Findings()
+    with inputs_here(config, findings) as inputs:
+        sampled = _sample(folder / "model", config, inputs.pictured, inputs.folder)
+    assert not findings
+    shown = [len(each.group.prompt.input.images) for each in sampled]
+    assert sorted(shown) == [1, 1, 2, 2]
+    assert {len(each.group.rollouts) for each in sampled} == {NUM_SAMPLES}
 
 
 def test_the_recipe_with_pictures_builds_its_model_and_trains_it(tmp_path: Path) -> None:
