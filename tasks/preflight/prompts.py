@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -78,11 +79,13 @@ def _longest(
     require_template_reads(tokenizer, rendering)
     require_template_reads(tokenizer, arguments, "evaluate.chat_template_kwargs")
     if inputs.problems:
-        longest = longest_problem(facts, inputs, rendering)
+        text, pictured = longest_problems(facts, inputs, rendering)
+        longest, most = max(text, pictured), data.max_prompt_tokens
         measured.append(f"training prompts have up to {longest} tokens")
-        if data.too_long != "error" and longest > data.max_prompt_tokens:
-            measured[-1] += f" (above {data.max_prompt_tokens}, data.too_long={data.too_long})"
-            longest = data.max_prompt_tokens
+        is_cut = data.too_long == "drop" or (data.too_long == "truncate_left" and pictured <= most)
+        if is_cut and longest > most:  # a picture cannot be truncated
+            measured[-1] += f" (above {most}, data.too_long={data.too_long})"
+            longest = most
         bounds = replace(bounds, longest_prompt=longest)
     if inputs.evaluation is not None and config.validation.every:
         longest = longest_item(facts, inputs, inputs.evaluation, rendering)
@@ -99,15 +102,13 @@ def _longest(
     return bounds, lengths
 
 
-def longest_problem(
+def longest_problems(
     facts: ModelFacts, inputs: Inputs, arguments: Mapping[str, Any] = NO_ARGUMENTS
-) -> int:
-    """Return the tokens of the longest training prompt, with those of its pictures."""
+) -> tuple[int, int]:
+    """Return the tokens of the longest training prompts without and with pictures."""
     texts = [each.messages for each in inputs.problems if not each.images]
-    return max(
-        longest_prompt(facts, texts, arguments),
-        _longest_pictured(facts, inputs, inputs.pictured, arguments),
-    )
+    pictured = _longest_pictured(facts, inputs, inputs.pictured, arguments)
+    return longest_prompt(facts, texts, arguments), pictured
 
 
 def longest_item(
@@ -119,7 +120,13 @@ def longest_item(
     """Return the tokens of a set's longest prompt, with those of its pictures."""
     texts = [item.prompt for item in evaluation.items if not item.images]
     pictured = [
-        Problem(item.id, "", item.gold, messages=item.prompt, images=item.images)
+        Problem(
+            item.id,
+            "",
+            item.gold,
+            messages=item.prompt,
+            images=tuple(map(Path.absolute, item.images)),
+        )
         for item in evaluation.items
         if item.images and not isinstance(item.prompt, str)
     ]

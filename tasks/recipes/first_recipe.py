@@ -28,7 +28,7 @@ from tasks.data.sources import ARITHMETIC
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
-from tasks.preflight.prompts import longest_item, longest_problem
+from tasks.preflight.prompts import longest_item, longest_problems
 from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, dict[str, 
     with inputs_here(ChainConfig.model_validate(tree), findings) as inputs:
         findings.require()
         if facts.tokenizer is not None:
-            longest = longest_problem(facts, inputs)
+            longest = max(longest_problems(facts, inputs))
             if inputs.evaluation is not None:
                 longest = max(longest, longest_item(facts, inputs, inputs.evaluation))
             bounds = replace(

@@ -209,10 +209,11 @@ def test_every_token_of_a_picture_counts_in_the_lengths_of_prompts(tmp_path: Pat
         passed["later"]
         == "checked after the first two stages: the pictures of 50 training problems"
     )
-    limits = {"data": {"max_prompt_tokens": trained - 1}}
-    (short,) = found(recipe(tmp_path, vision, rows, **limits), FAIL)
-    assert short.check == "lengths"
-    assert short.advice == f"these fit together: --set data.max_prompt_tokens={trained}"
+    for too_long, is_refused in (("error", True), ("truncate_left", True), ("drop", False)):
+        limits = {"max_prompt_tokens": trained - 1, "too_long": too_long}
+        faults = found(recipe(tmp_path, vision, rows, data=limits), FAIL)
+        fitting = [f"these fit together: --set data.max_prompt_tokens={trained}"] * is_refused
+        assert [fault.advice for fault in faults] == fitting
 
 
 def test_pictures_need_a_model_that_reads_them(tmp_path: Path, model: Path) -> None:

@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,18 @@ def test_a_recipe_keeps_its_devices_lengths_and_optimizer_steps(
     assert config.num_devices == devices
     assert numbers["longest sequence", "tokens"] == longest
     assert numbers["the training", "optimizer steps"] == steps
+
+
+def test_a_header_names_what_to_set_for_two_nodes_of_eight_dies() -> None:
+    name, num_dies = "qwen3_vl_30b_geo3k", 8
+    settings = re.findall(r"--set (\S*\w)", (CONFIGS / f"{name}.yaml").read_text())
+    config = load(name, *settings)
+    assert config.train.ray_address is not None
+    assert config.store.path == "SHARED"
+    assert config.num_devices == 2 * num_dies
+    of_a_node = config.train.expert_parallel, config.rollout.tensor_parallel
+    assert {*of_a_node, config.serve.num_devices} == {num_dies}
+    assert plan_of(config).shortages == []
 
 
 def test_grpo_derives_the_same_numbers_except_for_drawn_prompts() -> None:
