@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dapo_core.errors import DataError, counted
 from dapo_core.model.lora import full_model
 from eval.problems.files import read_problems
 from eval.problems.items import Problem
@@ -93,17 +94,22 @@ def _read_local(inputs: Inputs, config: ChainConfig, findings: Findings) -> None
         inputs.held_out = read_prepared(written)
 
 
-def _pictured(
-    problems: Sequence[Problem], source: Source, pictures: PictureStore
-) -> Iterator[Problem]:
-    """Yield some of the problems with pictures, spread over the set, as prepare-data stores them.
+def _pictured(problems: Sequence[Problem], source: Source, pictures: PictureStore) -> list[Problem]:
+    """Return some of the problems with pictures, spread over the set, as prepare-data stores them.
 
-    Pictures of web servers are left to prepare-data.
+    Pictures of web servers are left to prepare-data. Raises DataError if none of these problems is
+    usable.
     """
     local = [one for one in problems if one.images and not any(map(is_remote, one.images))]
-    for problem in local[:: -(-len(local) // NUM_PICTURED) or 1]:
-        if isinstance(stored := pictures.stored(problem, source.path), Problem):
-            yield stored
+    tried = local[:: -(-len(local) // NUM_PICTURED) or 1]
+    stored = [pictures.stored(problem, source.path) for problem in tried]
+    usable = [one for one in stored if isinstance(one, Problem)]
+    if tried and not usable:
+        raise DataError(
+            f"{source.name}: none of {counted(len(tried), 'problem')} with pictures can be used "
+            f"(first: {stored[0]}); correct the rows or restore the files"
+        )
+    return usable
 
 
 def inputs_later(config: ChainConfig) -> tuple[str, ...]:

@@ -222,6 +222,10 @@ def test_pictures_need_a_model_that_reads_them(tmp_path: Path, model: Path) -> N
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (finding,) = found(recipe(tmp_path, model, tmp_path / "rows.jsonl"), FAIL)
     assert "the problems have pictures, but the model" in finding.found
+    row["images"] = "lost.png"
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (finding,) = found(recipe(tmp_path, model, tmp_path / "rows.jsonl"), FAIL)
+    assert "none of 1 problem with pictures can be used (first: a picture file" in finding.found
     row["images"] = "http://127.0.0.1:9/a.png"  # on no server: its picture is left to prepare-data
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     assert found(recipe(tmp_path, model, tmp_path / "rows.jsonl"), FAIL) == []
