@@ -34,7 +34,7 @@ from eval.report.gates import ACCURACY, AFTER, BEFORE, GateResult, check_gate, d
 from eval.report.gates import parse_gate as parse
 from eval.report.pages import format_p, percent, plain_p, points, render
 from eval.results.rows import make_folder
-from eval.results.scores import Response, ScoresError, read_responses
+from eval.results.scores import Response, ScoresError, is_table, read_responses
 from eval.results.statistics import (
     SIGNIFICANCE,
     PairedChange,
@@ -246,6 +246,8 @@ def compare(before: Any, after: Any) -> Result:
         raise ScoresError(
             f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after"
         )
+    if not (is_table(before) or is_table(after)):
+        _require_same_length(names, *sides)
     pairs = {name: _pair(name, sides[0][name], sides[1][name]) for name in names}
     changes = [_measure(name, items) for name, items in pairs.items()]
     adjusted = holm([change.p for change in changes])
@@ -280,6 +282,20 @@ def _by_benchmark(responses: Iterable[Response], label: str) -> dict[str, Items]
         if one.score is not None:
             samples.append(one)
     return found
+
+
+def _require_same_length(
+    names: Sequence[str], before: Mapping[str, Items], after: Mapping[str, Items]
+) -> None:
+    """Raise ScoresError for arrays of different lengths: which items they share is not known."""
+    for name in names:
+        lengths = len(before[name]), len(after[name])
+        if lengths[0] != lengths[1]:
+            place = f"{name}: " if name else ""
+            raise ScoresError(
+                f"{place}{lengths[0]} items before and {lengths[1]} after: arrays hold the same "
+                "items in the same order; give tables with item and score if some are missing"
+            )
 
 
 def _pair(name: str, before: Items, after: Items) -> dict[str, Pair]:

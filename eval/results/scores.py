@@ -54,34 +54,39 @@ def read_responses(scores: Any, label: str = "scores") -> list[Response]:
     A score is a number or a truth value; None, NaN and empty texts are responses without a score.
     `label` names the scores in errors. Raises ScoresError.
     """
-    if isinstance(scores, Mapping) and not {*COLUMNS["score"]} & scores.keys():
+    if is_table(scores):
+        found = list(_of_rows(_rows_of(scores, label), label))
+    elif isinstance(scores, Mapping):
         found = [
             one for name, array in scores.items() for one in _of_array(array, str(name), label)
         ]
     else:
-        rows = _rows_of(scores, label)
-        found = _of_array(scores, "", label) if rows is None else list(_of_rows(rows, label))
+        found = _of_array(scores, "", label)
     if not found:
         raise ScoresError(f"{label}: no scores")
     return found
 
 
-def _rows_of(scores: Any, label: str) -> Sequence[Any] | None:
-    """Return a table's rows; None for an array."""
-    if hasattr(scores, "to_pylist"):  # pyarrow
-        scores = scores.to_pylist()
-    elif hasattr(scores, "to_dicts"):  # polars
-        scores = scores.to_dicts()
-    elif hasattr(scores, "columns"):  # pandas
-        scores = scores.to_dict("records")
+def is_table(scores: Any) -> bool:
+    """True for a table or a list of `Response`, False for arrays, whose items have no names."""
     if isinstance(scores, Mapping):
-        lengths = {name: len(column) for name, column in scores.items()}
+        return bool({str(name).strip().lower() for name in scores} & {*COLUMNS["score"]})
+    if isinstance(scores, Sequence):
+        return bool(scores) and isinstance(scores[0], Mapping | Response)
+    return hasattr(scores, "columns")  # a data frame
+
+
+def _rows_of(table: Any, label: str) -> Sequence[Any]:
+    if isinstance(table, Mapping):
+        lengths = {name: len(column) for name, column in table.items()}
         if len(set(lengths.values())) > 1:
             raise ScoresError(f"{label}: columns of different lengths: {lengths}")
-        cells = zip(*scores.values(), strict=True)
-        return [dict(zip(scores, row, strict=True)) for row in cells]
-    is_table = isinstance(scores, Sequence) and scores and isinstance(scores[0], Mapping | Response)
-    return scores if is_table else None
+        cells = zip(*table.values(), strict=True)
+        return [dict(zip(table, row, strict=True)) for row in cells]
+    for method in ("to_pylist", "to_dicts"):  # pyarrow, polars
+        if hasattr(table, method):
+            return list(getattr(table, method)())
+    return list(table.to_dict("records") if hasattr(table, "columns") else table)  # pandas, or rows
 
 
 def _of_array(array: Any, benchmark: str, label: str) -> list[Response]:

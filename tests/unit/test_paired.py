@@ -138,6 +138,7 @@ def test_what_has_no_counterpart_is_left_out_and_counted() -> None:
         ({"score": [1, 2], "item": ["a"]}, [1], "columns of different lengths"),
         ([{"item": "a", "score": 1, "epoch": 1}] * 2, [1], "'a' has two scores for sample '1'"),
         ([{"item": "a", "score": 1}], [{"item": "b", "score": 1}], "compare evaluations of the"),
+        ({"a": [1, 0]}, {"a": [1, 0, 1]}, "a: 2 items before and 3 after: arrays hold the same"),
         ({"a": [1]}, {"b": [1]}, "no common benchmark: a before; b after"),
         (
             [{"item": "a", "score": 1, "target": "4"}],
