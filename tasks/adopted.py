@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -18,6 +19,8 @@ from durable import link_or_copy, write_atomically
 from interop.logs import Training, read_training
 from tasks.artifacts.artifact import Artifact, sha256_of
 from tasks.config import ChainConfig
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, SETTINGS = "weights", "settings"  # folders in the output
 
@@ -60,7 +63,11 @@ def adopt_checkpoint(config: ChainConfig, before: Path, output: Path) -> dict[st
     if config.adopt.log is not None:
         training = _read_log(Path(config.adopt.log))
         _write_metrics(training, output)
-        step = training.steps[-1]["step"] if step is None else step
+        last = training.steps[-1]["step"]
+        step = last if step is None else step
+        if last < step:
+            message = "adopt.log=%s ends at step %d, but the checkpoint is of step %d"
+            logger.warning(message, config.adopt.log, last, step)
     if config.adopt.config is not None:
         (output / SETTINGS).mkdir()
         shutil.copy(config.adopt.config, output / SETTINGS)

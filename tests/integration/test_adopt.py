@@ -106,7 +106,7 @@ def run_chain(config: Config) -> tuple[Run, dict[str, Any]]:
 
 
 def test_what_verl_trained_is_merged_evaluated_and_reported(
-    model: Path, tmp_path: Path, server: ArithmeticServer
+    model: Path, tmp_path: Path, server: ArithmeticServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = trained_by_verl(model, tmp_path / "verl")
     log, script = tmp_path / "verl.log", tmp_path / "run.sh"
@@ -114,6 +114,7 @@ def test_what_verl_trained_is_merged_evaluated_and_reported(
     script.write_text("python -m verl.trainer.main_ppo\n")
     config = config_of(model, tmp_path / "store", folder=output, log=log, config=script)
     run, report = run_chain(config)
+    assert f"adopt.log={log} ends at step 3, but the checkpoint is of step 20" in caplog.text
 
     training = Path(run.stages["train_policy"].artifact)
     manifest = json.loads((training / "manifest.json").read_text())
