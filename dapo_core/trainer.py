@@ -230,7 +230,8 @@ class Trainer:
         with timer.phase("weight_sync"):
             engines = self.cluster.rollouts.log_probs
             difference = probe_difference(engines, probe, probed, self.dtypes)
-        return {"weight_sync/probe_difference": difference}
+        speculation = self.cluster.rollouts.speculation_metrics()
+        return {"weight_sync/probe_difference": difference, **speculation}
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:
         if not is_due(number, self.config.validation.every, self.config.train.total_steps):

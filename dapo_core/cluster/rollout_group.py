@@ -86,6 +86,12 @@ class RolloutGroup:
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
+    def speculation_metrics(self) -> dict[str, float]:
+        """Return the tokens of a sequence per decoding pass since the last call, if speculating."""
+        calls = self.actors.get([worker.take_decoded.remote() for worker in self.workers])
+        num_tokens, num_passes = map(sum, zip(*calls, strict=True))
+        return {"rollout/tokens_per_pass": num_tokens / num_passes} if num_passes else {}
+
     def sleep(self) -> None:
         """Free all engines' device memory; no group may be in flight."""
         self.actors.get([worker.sleep.remote() for worker in self.workers])

@@ -24,6 +24,7 @@ RESERVED = {
     "gpu_memory_utilization": "use rollout.memory_utilization",
     "kv_cache_memory_bytes": "use rollout.memory_gigabytes",
     "data_parallel_size": "use rollout.num_workers for more engines",
+    "speculative_config": "use rollout.speculation",
     "enable_lora": "use train.lora.rank",
     "max_lora_rank": "use train.lora.rank",
     "max_loras": "an engine has one adapter, the policy's",

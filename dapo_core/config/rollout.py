@@ -48,6 +48,11 @@ class RolloutConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "Precision of engine weights; auto: bfloat16, on a CPU as train.dtype."
     )
+    speculation: Literal["off", "ngram"] = key(
+        "off",
+        "Draft tokens that vLLM verifies in one pass; ngram: those that followed the same tokens "
+        "earlier in the sequence. The sampling distribution is the same.",
+    )
     batch_invariant: bool = key(
         False,
         "Use vLLM's batch-invariant kernels on cuda and npu: log-probs of a response are the same "
@@ -79,6 +84,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.batch_invariant=true is a mode of vLLM, which rollout.engine=hf does not "
                 "have; set batch_invariant=false, or rollout.engine=vllm"
+            )
+        if self.speculation != "off" and (self.engine == "hf" or self.pipeline_parallel > 1):
+            raise ValueError(
+                f"rollout.speculation={self.speculation} needs rollout.engine=vllm in one pipeline "
+                f"stage, not rollout.engine={self.engine} with "
+                f"rollout.pipeline_parallel={self.pipeline_parallel}; set speculation=off"
             )
         if self.engine == "hf" and (num_parts > 1 or self.engine_args):
             raise ValueError(

@@ -319,11 +319,12 @@ class TrainingConfig(Section):
         rollout, device = self.rollout, self.train.device
         if self.algorithm.routing_replay != "rollout" or rollout.engine == "hf":
             return self
-        if device != "cpu" or rollout.pipeline_parallel > 1:
+        if device != "cpu" or rollout.pipeline_parallel > 1 or rollout.speculation != "off":
             raise ValueError(
-                f"algorithm.routing_replay=rollout with train.device={device} and "
-                f"rollout.pipeline_parallel={rollout.pipeline_parallel}: vLLM's routing is "
-                "recorded on a CPU alone, in one pipeline stage; set routing_replay=policy, or "
+                f"algorithm.routing_replay=rollout with train.device={device}, "
+                f"rollout.pipeline_parallel={rollout.pipeline_parallel} and "
+                f"rollout.speculation={rollout.speculation}: vLLM's routing is recorded on a CPU "
+                "alone, in one pipeline stage and without drafts; set routing_replay=policy, or "
                 "rollout.engine=hf"
             )
         return self

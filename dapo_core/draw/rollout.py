@@ -171,6 +171,16 @@ class RolloutWorker:
         """Return what the engine's loader took in the last sync."""
         return self.engine.run(lambda engine: engine.loaded)
 
+    def take_decoded(self) -> tuple[int, int]:
+        """Return tokens and passes of sequences since the last call; zeros without speculation."""
+
+        def take(engine: Engine) -> tuple[int, int]:
+            taken = engine.num_decoded, engine.num_passes
+            engine.num_decoded = engine.num_passes = 0
+            return taken
+
+        return self.engine.run(take) if self.config.rollout.speculation != "off" else (0, 0)
+
     def log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Return the engine's log-probs of (prompt, response_ids) pairs at temperature 1."""
         return self.engine.run(lambda engine: engine.log_probs(sequences))

@@ -90,6 +90,7 @@ class EngineSettings:
     pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
     # distribute whole experts over processes instead of splitting each
     expert_parallel: bool = False
+    speculation: Literal["off", "ngram"] = "off"  # draft tokens, verified in one pass
     batch_invariant: bool = False  # a response's log-probs do not depend on its batch
     # additional arguments of vLLM's EngineArgs
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -157,6 +158,7 @@ class Engine(ABC):
         self.policy_version = 0
         self.loaded = Loaded(0, {})  # set by receive_weights
         self.inbox: Inbox | None = None  # receives weights from policy ranks
+        self.num_decoded = self.num_passes = 0  # tokens, and passes of a sequence that decoded them
         self._shapes = shapes
         frozen = filter(is_of_tower, shapes) if settings.freezes_tower else ()
         self._optional = {*optional, *frozen}

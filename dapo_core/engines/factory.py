@@ -51,6 +51,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         tensor_parallel=config.rollout.tensor_parallel,
         pipeline_parallel=config.rollout.pipeline_parallel,
         expert_parallel=config.rollout.expert_parallel,
+        speculation=config.rollout.speculation,
         batch_invariant=config.rollout.batch_invariant,
         engine_args=config.rollout.engine_args,
         lora=lora,

@@ -56,6 +56,7 @@ CACHED_PICTURES = 64  # decoded ones, for the siblings of a prompt
 CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
+DRAFT_TOKENS, WIDE_BATCH = 3, 32  # of speculation; sequences
 # of the sampling distribution: after temperature, top_k and top_p
 LOG_PROBS: Final = "processed_logprobs"
 Broadcast = Callable[[str, Sequence[Any]], None]  # method name and arguments
@@ -121,6 +122,8 @@ class VllmEngine(Engine):
             row, new = self._rows[output.request_id], output.outputs[0]
             row.response_ids.extend(new.token_ids)
             row.rollout_log_probs.extend(_chosen(new.logprobs, new.token_ids))
+            self.num_decoded += len(new.token_ids)
+            self.num_passes += 1
             if output.finished:
                 del self._rows[output.request_id]
                 reason: FinishReason = "length" if new.finish_reason == "length" else "stop"
@@ -401,7 +404,47 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
             arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
             if (mode := device_for(device).graph_mode) is not None:
                 arguments["compilation_config"] = {"cudagraph_mode": mode}
+    if settings.speculation != "off":
+        arguments["speculative_config"] = speculative_arguments(settings)
     return {**arguments, **settings.engine_args}
+
+
+def speculative_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's speculative_config: no drafts in a wide batch, which is busy without."""
+    widths = [(1, WIDE_BATCH, DRAFT_TOKENS)]
+    if settings.max_num_seqs > WIDE_BATCH:
+        widths.append((WIDE_BATCH + 1, settings.max_num_seqs, 0))
+    return {
+        "method": settings.speculation,
+        "num_speculative_tokens": DRAFT_TOKENS,
+        "num_speculative_tokens_per_batch_size": widths,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+
+
+def mend_speculation() -> None:
+    """Replace a function of vLLM 0.32 that is wrong on a CPU: it returns uninitialized memory.
+
+    vLLM then verifies drafts at random temperatures. There is no public way; test_private_parts.py
+    guards the name.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    num_tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Repeat each sequence's value for its tokens, which end before `ends`: [num_tokens]."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    expanded = values.repeat_interleave(counts, output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
 def set_logprobs_mode(worker: Any) -> None:
@@ -419,7 +462,10 @@ def set_logprobs_mode(worker: Any) -> None:
 
 def _build(arguments: Any, part: EnginePart | None) -> Any:
     from vllm import LLMEngine
+    from vllm.platforms import current_platform
 
+    if arguments.speculative_config is not None and current_platform.is_cpu():
+        mend_speculation()
     if part is None:
         return LLMEngine.from_engine_args(arguments)
     rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank

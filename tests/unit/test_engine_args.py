@@ -31,6 +31,12 @@ from tests.trainings import settings
             {"engine": "hf", "tensor_parallel": 2},
             r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm",
         ),
+        (
+            {"engine": "hf", "speculation": "ngram"},
+            r"speculation=ngram needs rollout\.engine=vllm in one pipeline stage, not .*=hf",
+        ),
+        ({"speculation": "ngram", "pipeline_parallel": 2}, r"with rollout\.pipeline_parallel=2"),
+        ({"engine_args": {"speculative_config": {}}}, r"use rollout\.speculation"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
         ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
         (

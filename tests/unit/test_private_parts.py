@@ -98,6 +98,23 @@ def test_vllm_still_samples_in_its_model_runner_with_a_mode_of_log_probs() -> No
 
 
 @pytest.mark.slow
+def test_vllm_still_repeats_a_value_for_each_draft_by_this_function() -> None:
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    from dapo_core.engines.vllm_engine import expand_batch_to_tokens
+
+    names = parameters(rejection_sampler.expand_batch_to_tokens)
+    assert names[2:] == ["num_tokens", "replace_from", "replace_to"]
+    source = inspect.getsource(rejection_sampler.apply_sampling_constraints)
+    assert "expand_batch_to_tokens(" in source
+    values, ends = torch.tensor([0.0, 0.7, 1.0]), torch.tensor([2, 2, 3], dtype=torch.int32)
+    expanded = expand_batch_to_tokens(values, ends, 3, replace_from=0, replace_to=1)
+    assert expanded.tolist() == [1.0, 1.0, 1.0]
+    assert expand_batch_to_tokens(values, ends, 3).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.slow
 def test_vllm_still_packs_experts_and_a_head_where_the_core_packs_them_again() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
