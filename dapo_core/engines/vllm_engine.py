@@ -435,15 +435,15 @@ def mend_speculation() -> None:
 
 
 def expand_batch_to_tokens(
-    values: torch.Tensor,
-    ends: torch.Tensor,
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
     num_tokens: int,
-    replace_from: float = 0,
-    replace_to: float = 0,
+    replace_from: int = 0,
+    replace_to: int = 0,
 ) -> torch.Tensor:
-    """Repeat each sequence's value for its tokens, which end before `ends`: [num_tokens]."""
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    expanded = values.repeat_interleave(counts, output_size=num_tokens)
+    """Repeat each sequence's value for its tokens, which end at `cu_num_tokens`: [num_tokens]."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    expanded = x.repeat_interleave(counts, output_size=num_tokens)
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
