@@ -131,8 +131,7 @@ def open_source(
 def _refuse_best(checkpoint: CheckpointChoice, folder: Path) -> None:
     if checkpoint == "best":
         raise CheckpointError(
-            f"{folder} is one checkpoint, which nothing ranks: there is no best one to choose; "
-            "omit --checkpoint best"
+            f"{folder} is one checkpoint, so there is no best one to choose; omit --checkpoint best"
         )
 
 

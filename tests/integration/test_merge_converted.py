@@ -45,7 +45,7 @@ def test_a_model_saved_by_the_trainer_is_merged(model: Path, tmp_path: Path, pla
     (tmp_path / "t" / NEWEST_FILE).write_text("3")
     merge_checkpoint([tmp_path / "t"], tmp_path / "merged", verify_logits=True)
     assert_merged(tmp_path / "merged", model)
-    with pytest.raises(CheckpointError, match="which nothing ranks: there is no best one"):
+    with pytest.raises(CheckpointError, match="is one checkpoint, so there is no best one"):
         merge_checkpoint([tmp_path / "t"], tmp_path / "best", checkpoint="best")
 
 

@@ -344,7 +344,7 @@ def test_a_missing_best_checkpoint_is_reported_before_anything_is_written(
             r"checkpoint\.k",
         ),
         (one, r"step_000001 is one checkpoint, so there is no best one to choose"),
-        (small[1], r"global_step_3 is one checkpoint of verl, so there is no best one"),
+        (small[1], r"global_step_3/actor is one checkpoint, so there is no best one to choose"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([source], tmp_path / "merged", checkpoint="best")
