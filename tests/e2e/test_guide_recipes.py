@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.vllm_experts import runs_experts
 def test_a_recipe_trains_a_tiny_model_of_its_architecture_from_rows_to_a_checkpoint(
     name: str, architecture: Architecture, tmp_path: Path, ray_address: str
 ) -> None:
-    sizes = {"num_experts": 4} if architecture == "qwen3_moe" else {}
+    sizes: dict[str, Any] = {"num_experts": 4} if architecture == "qwen3_moe" else {}
     model = build_tiny(tmp_path / "model", architecture, **sizes)
     data = ["data.train=arithmetic", "data.eval=arithmetic"]
     data += ["data.arithmetic.num_train=100", "data.arithmetic.num_eval=4"]
