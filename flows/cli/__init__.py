@@ -127,7 +127,7 @@ def main() -> None:
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nor bars while loading weights
     print_messages()
-    if "--json" in sys.argv:  # nothing else belongs on standard output
+    if {"--json", "--export"} & {*sys.argv}:  # nothing else belongs on standard output
         logging.getLogger("heartbeat").setLevel(logging.WARNING)
     try:
         app()
