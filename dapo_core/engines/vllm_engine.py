@@ -57,6 +57,7 @@ CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
 DRAFT_TOKENS, WIDE_BATCH = 3, 32  # of speculation; sequences
+PER_BATCH = "num_speculative_tokens_per_batch_size"
 # of the sampling distribution: after temperature, top_k and top_p
 LOG_PROBS: Final = "processed_logprobs"
 Broadcast = Callable[[str, Sequence[Any]], None]  # method name and arguments
@@ -410,14 +411,25 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
 
 
 def speculative_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's speculative_config: no drafts in a wide batch, which is busy without."""
+    """Return vLLM's speculative_config: no drafts in a wide batch, which is busy without.
+
+    Raises ModelError for a vLLM, such as 0.23, whose drafts do not depend on the batch.
+    """
+    from vllm import __version__
+    from vllm.config import SpeculativeConfig
+
+    if not hasattr(SpeculativeConfig, PER_BATCH):
+        raise ModelError(
+            f"rollout.speculation={settings.speculation} needs vLLM 0.32, whose drafts end where "
+            f"batches are wide; vLLM {__version__} has no {PER_BATCH}: set rollout.speculation=off"
+        )
     widths = [(1, WIDE_BATCH, DRAFT_TOKENS)]
     if settings.max_num_seqs > WIDE_BATCH:
         widths.append((WIDE_BATCH + 1, settings.max_num_seqs, 0))
     return {
         "method": settings.speculation,
         "num_speculative_tokens": DRAFT_TOKENS,
-        "num_speculative_tokens_per_batch_size": widths,
+        PER_BATCH: widths,
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 4,
     }
