@@ -8,7 +8,7 @@ score.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,16 @@ def program_of(path: Path) -> str | None:
         return None
     if kind not in (".json", ".jsonl"):
         return INSPECT if kind == ".eval" else TABLE
-    if kind == ".json" and _has_key(path, "eval"):
+    keys = _keys(path) if kind == ".json" else ()
+    if "eval" in keys:
         return INSPECT
-    if kind == ".json" and _has_key(path, "benchmark"):
+    if "benchmark" in keys:
         return NEMO
     row = next(iter(rows_in(path)), {})
     if "step" in row and not row.keys() & {*COLUMNS["item"]}:  # metrics of a training
         return None
-    for keys, program in _ROWS:
-        if keys <= row.keys():
+    for columns, program in _ROWS:
+        if columns <= row.keys():
             return program
     return TABLE
 
@@ -82,7 +83,8 @@ def compare_logs(before: str | Path, after: str | Path, score: str | None = None
     Raises ScoresError if the programs differ or a log is unreadable.
     """
     paths = Path(before), Path(after)
-    kinds = [_kind(path) for path in paths]
+    program = program_of(paths[0])
+    kinds = [_kind(paths[0], program), _kind(paths[1], program_of(paths[1]))]
     if kinds[0] != kinds[1]:
         raise ScoresError(
             f"{paths[0]} is {kinds[0]} and {paths[1]} is {kinds[1]}: programs prompt and score "
@@ -90,17 +92,16 @@ def compare_logs(before: str | Path, after: str | Path, score: str | None = None
             "same program, or grade the responses of both by one rule (dapo grade LOG --output "
             "FOLDER) and make tables of item and score"
         )
-    program = str(program_of(paths[0]))
-    sides = [read_parts(path, program, score) for path in paths]
+    sides = [read_parts(path, str(program), score) for path in paths]
     _require_same_scores(*sides)
     result = compare(*([one for part in side for one in part.responses] for side in sides))
-    about = {"program": program, **_about(sides, paths)}
+    about = {"program": str(program), **_about(sides, paths)}
     return result.described(about, list(_settings_notes(*sides)))
 
 
-def _kind(path: Path) -> str:
+def _kind(path: Path, program: str | None) -> str:
     """What is at `path`, in words. Raises ScoresError if it is nothing that can be compared."""
-    if (program := program_of(path)) is not None:
+    if program is not None:
         return "a table" if program == TABLE else f"a log of {program}"
     if any((path / name).is_file() for name in (SETTINGS_FILE, SUITE_FILE)):
         return "a results folder of dapo eval"
@@ -136,19 +137,19 @@ def _files(folder: Path, program: str) -> list[Path]:
     for pattern in _PLACES[program]:
         found = sorted(one for one in folder.glob(pattern) if not one.stem.endswith(_FAILED))
         if program == INSPECT and pattern == "*.json":
-            found = [one for one in found if _has_key(one, "eval")]
+            found = [one for one in found if "eval" in _keys(one)]
         if found:
             return found
     return []
 
 
-def _has_key(file: Path, key: str) -> bool:
-    """True if the file is one JSON object with `key`; False for JSON lines or damage."""
+def _keys(file: Path) -> Collection[str]:
+    """Return the keys of a file that is one JSON object; none for JSON lines or damage."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError:
-        return False
-    return isinstance(content, dict) and key in content
+        return ()
+    return content.keys() if isinstance(content, dict) else ()
 
 
 def _json_beside(file: Path) -> dict[str, Any]:
