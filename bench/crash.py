@@ -59,6 +59,7 @@ MEASURED = (
     "timing_",
     "perf/time_per_step",
     "perf/throughput",
+    "perf/engine_",
     "perf/mfu",
     "perf/max_",
     "perf/cpu_",

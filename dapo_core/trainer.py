@@ -12,7 +12,7 @@
 
 draw           The trainer waits for P groups with signal (sampler.py); engines decode and score.
 anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until
-publish.
+publish, or with rollout.schedule=asynchronous decode for the next draw.
 publish        Rank 0 sends weights in buckets to all engines; checksums verify them (weights/).
 keep           Ranks write their checkpoint shards to disk while the next step draws (checkpoint/).
 
@@ -90,7 +90,13 @@ class Trainer:
         progress = DrawProgress(config.train.train_prompts, self.decode)
         compat, is_deterministic = Compat.of(config.algorithm), config.run.deterministic
         self.sampler = Sampler(
-            cluster.rollouts, stream, config.sampler, progress, compat, is_deterministic
+            cluster.rollouts,
+            stream,
+            config.sampler,
+            progress,
+            compat,
+            is_deterministic,
+            config.rollout.schedule == "asynchronous",
         )
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
@@ -222,6 +228,7 @@ class Trainer:
         probe = batch.probe
         with timer.phase("weight_sync"):
             probed = self.cluster.policy.log_probs(probe, temperature=1.0).log_probs
+            self.sampler.pause()
         self.turns.enter("publish", timer)
         with timer.phase("weight_sync"):
             self.policy_version = policy_version
@@ -230,8 +237,8 @@ class Trainer:
         with timer.phase("weight_sync"):
             engines = self.cluster.rollouts.log_probs
             difference = probe_difference(engines, probe, probed, self.dtypes)
-        speculation = self.cluster.rollouts.speculation_metrics()
-        return {"weight_sync/probe_difference": difference, **speculation}
+        usage = self.cluster.rollouts.usage_metrics(self.config.rollout)
+        return {"weight_sync/probe_difference": difference, **usage}
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:
         if not is_due(number, self.config.validation.every, self.config.train.total_steps):

@@ -156,6 +156,7 @@ def make_sampler(
     compat: Compat = OURS,
     is_deterministic: bool = False,
     clock: Clock | None = None,
+    runs_ahead: bool = False,
     **settings: object,
 ) -> Sampler:
     """A sampler of PROMPTS in order: four at a time, at most five times that in a step."""
@@ -163,7 +164,8 @@ def make_sampler(
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     sampler_settings = SamplerConfig.model_validate(values)
     progress = DrawProgress(train_prompts, str, clock or time.monotonic)
-    return Sampler(source, stream, sampler_settings, progress, compat, is_deterministic)
+    modes = is_deterministic, runs_ahead
+    return Sampler(source, stream, sampler_settings, progress, compat, *modes)
 
 
 def booked(draw: Draw) -> dict[str, int]:

@@ -14,6 +14,8 @@ from dapo_core.errors import RolloutError
 
 if TYPE_CHECKING:
     from dapo_core.cluster.calls import Calls
+    from dapo_core.config.rollout import RolloutConfig
+    from dapo_core.engines.engine_thread import Usage
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
 SILENCE_SECONDS = 1.0  # after which `finished` returns nothing
@@ -86,11 +88,25 @@ class RolloutGroup:
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
-    def speculation_metrics(self) -> dict[str, float]:
-        """Return the tokens of a sequence per decoding pass since the last call, if speculating."""
-        calls = self.actors.get([worker.take_decoded.remote() for worker in self.workers])
-        num_tokens, num_passes = map(sum, zip(*calls, strict=True))
-        return {"rollout/tokens_per_pass": num_tokens / num_passes} if num_passes else {}
+    def usage_metrics(self, rollout: RolloutConfig) -> dict[str, float]:
+        """Return how much of the engines was used since the last call.
+
+        engine_idle_ratio is the share of time in which an engine had nothing to decode;
+        engine_idle_slot_ratio the share of rollout.max_num_seqs sequences that it did not decode.
+        With speculation, tokens_per_pass is the mean number of tokens from decoding a sequence.
+        """
+        usages: list[Usage] = self.actors.get([each.take_usage.remote() for each in self.workers])
+        seconds = sum(usage.seconds for usage in usages)
+        num_passes = sum(usage.num_passes for usage in usages)
+        used = sum(usage.sequence_seconds for usage in usages) / (seconds * rollout.max_num_seqs)
+        metrics = {
+            "perf/engine_idle_ratio": 1 - sum(usage.step_seconds for usage in usages) / seconds,
+            "perf/engine_idle_slot_ratio": 1 - used,
+        }
+        if rollout.speculation != "off" and num_passes:
+            num_decoded = sum(usage.num_decoded for usage in usages)
+            metrics["rollout/tokens_per_pass"] = num_decoded / num_passes
+        return metrics
 
     def sleep(self) -> None:
         """Free all engines' device memory; no group may be in flight."""

@@ -53,6 +53,11 @@ class RolloutConfig(Section):
         "Draft tokens that vLLM verifies in one pass; ngram: those that followed the same tokens "
         "earlier in the sequence. The sampling distribution is the same.",
     )
+    schedule: Literal["synchronous", "asynchronous"] = key(
+        "synchronous",
+        "What engines do while ranks update: nothing, or decode for later steps with the weights "
+        "they have, within sampler.max_staleness. New weights reach responses between two tokens.",
+    )
     batch_invariant: bool = key(
         False,
         "Use vLLM's batch-invariant kernels on cuda and npu: log-probs of a response are the same "

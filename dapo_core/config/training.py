@@ -137,10 +137,13 @@ class TrainingConfig(Section):
     def _threads(self, num_processes: int, elsewhere: int) -> int:
         """Return each process's share of this machine's cores, or `elsewhere` on other machines.
 
-        Ranks and engines each get all cores: ranks update while engines wait, and vice versa.
+        Ranks and engines each get all cores, since they wait for each other, unless the schedule
+        is asynchronous.
         """
         if self.train.device != "cpu" or self.train.ray_address is not None:
             return elsewhere
+        if self.rollout.schedule == "asynchronous":
+            num_processes = self.num_devices
         return max(len(os.sched_getaffinity(0)) // num_processes, 1)
 
     @property
@@ -284,9 +287,29 @@ class TrainingConfig(Section):
     @property
     def samples_ahead(self) -> bool:
         """Whether groups of later steps may be sampled before the weights change."""
-        return (
-            self.sampler.max_staleness > 0 and self.sampler.gen_prompts > self.train.train_prompts
-        )
+        is_wider = self.sampler.gen_prompts > self.train.train_prompts
+        runs_ahead = self.rollout.schedule == "asynchronous"
+        return self.sampler.max_staleness > 0 and (is_wider or runs_ahead)
+
+    @model_validator(mode="after")
+    def _engines_can_run_ahead(self) -> TrainingConfig:
+        if self.rollout.schedule == "synchronous":
+            return self
+        excluded = {
+            f"train.placement={self.train.placement}, where ranks and engines share devices; set "
+            "train.placement=separate": self.train.is_colocated,
+            "sampler.max_staleness=0, which lets no step train on what earlier weights sampled; "
+            "set sampler.max_staleness=1 or more": self.sampler.max_staleness == 0,
+            "run.deterministic=true, which finishes every group within its step; set "
+            "run.deterministic=false": self.run.deterministic,
+        }
+        for conflict, is_set in excluded.items():
+            if is_set:
+                raise ValueError(
+                    f"rollout.schedule=asynchronous does not work with {conflict}, or "
+                    "rollout.schedule=synchronous"
+                )
+        return self
 
     @model_validator(mode="after")
     def _older_tokens_can_be_weighed(self) -> TrainingConfig:

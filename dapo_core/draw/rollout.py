@@ -19,7 +19,7 @@ from dapo_core.engines.base import (
     Response,
     Sequences,
 )
-from dapo_core.engines.engine_thread import EngineThread
+from dapo_core.engines.engine_thread import EngineThread, Usage
 from dapo_core.machine.device import device_for
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, overlong_penalty
@@ -171,15 +171,9 @@ class RolloutWorker:
         """Return what the engine's loader took in the last sync."""
         return self.engine.run(lambda engine: engine.loaded)
 
-    def take_decoded(self) -> tuple[int, int]:
-        """Return tokens and passes of sequences since the last call; zeros without speculation."""
-
-        def take(engine: Engine) -> tuple[int, int]:
-            taken = engine.num_decoded, engine.num_passes
-            engine.num_decoded = engine.num_passes = 0
-            return taken
-
-        return self.engine.run(take) if self.config.rollout.speculation != "off" else (0, 0)
+    def take_usage(self) -> Usage:
+        """Return how much of the engine was used since the last call."""
+        return self.engine.take_usage()
 
     def log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Return the engine's log-probs of (prompt, response_ids) pairs at temperature 1."""

@@ -50,6 +50,9 @@ class Sampler:
     (1 + max_staleness) * P prompts are open at a time, and a step waits for groups that it could
     not pass over without making them older than max_staleness steps.
 
+    With `runs_ahead`, groups stay in flight after a draw, and prompts are drawn for the next one,
+    until `pause`. They count as drawn in the step whose weights sample them.
+
     With `is_deterministic`, a step is complete only once no group is in flight, so the result does
     not depend on timing.
     """
@@ -62,6 +65,7 @@ class Sampler:
         progress: DrawProgress,
         compat: Compat = OURS,
         is_deterministic: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         self.source = source
         self.stream = stream
@@ -70,27 +74,31 @@ class Sampler:
         self.progress = progress
         self.compat = compat
         self.is_deterministic = is_deterministic
+        self.runs_ahead = runs_ahead
         self.clock = progress.clock
         self.surplus: list[Group] = []  # with signal, for later steps
         self.unfinished: list[GroupRequest] = []
         # groups in flight by id: the step that drew it, its tokens at submission
         self._submitted: dict[int, tuple[int, int]] = {}
+        self._ahead: _DrawState | None = None  # the next step's, while its groups are in flight
 
     def draw(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> Draw:
         """Return the groups of training step `step`; calls `while_waiting` about once a second.
 
         Starts with the surplus and unfinished groups of earlier steps, then draws new prompts. Once
-        the step is full, other groups with signal become surplus, and unfinished ones carry over.
+        the step is full, other groups with signal become surplus, and unfinished ones carry over,
+        in flight with `runs_ahead`.
 
         Raises NotEnoughSignal if the draws are exhausted (on_exhausted=raise) or no group with
         signal finishes for max_seconds_without_kept; RolloutError if none finishes at all;
         RewardError if no response could be scored.
         """
-        state = _DrawState(step, self.clock())
+        state = self._ahead or self._begin(step)
+        self._ahead = None
         self._carry_in(state)
         self.progress.begin(step, len(state.ready))
         while len(self._chosen(state)) < self.train_prompts:
-            if num_fresh := self._num_to_draw(state):
+            if num_fresh := self._num_to_draw(state, 1 + self.settings.max_staleness):
                 self._check_scores(state.account, self.settings.gen_prompts)
                 self._submit_fresh(state, num_fresh)
             elif not self.source.num_in_flight:
@@ -103,11 +111,20 @@ class Sampler:
             self.progress.show(state.account, state.num_drawn, len(state.ready), num_new_tokens)
             while_waiting()
             self._check_progress(state)
-        self._stop(state)
+        if not self.runs_ahead:
+            self._suspend(state)
         self.progress.end(len(state.ready))
         if not self.settings.dynamic:  # with dynamic sampling, a full step has scores
             self._check_scores(state.account, self.train_prompts)
         return self._finish(state)
+
+    def pause(self) -> None:
+        """Suspend the groups that run ahead of the next draw, which resumes them."""
+        if self._ahead is not None:
+            self._suspend(self._ahead)
+            self.surplus += self._ahead.ready.values()
+            self.surplus.sort(key=lambda group: group.group_id)
+            self._ahead.ready = {}
 
     def redraw(
         self, step: int, surplus: Sequence[Group], unfinished: Sequence[GroupRequest]
@@ -131,12 +148,15 @@ class Sampler:
         taken = [group_id for group_id in line if group_id in state.ready and group_id < first_due]
         return taken[: self.train_prompts]
 
-    def _num_to_draw(self, state: _DrawState) -> int:
-        """Return how many prompts to draw: gen_prompts are open, within P and (1 + staleness) P."""
+    def _num_to_draw(self, state: _DrawState, num_steps: int) -> int:
+        """Return how many prompts to draw: gen_prompts are open, within P and those of the steps.
+
+        `num_steps` is how many steps may still take what this one draws.
+        """
         settings = self.settings
         if self.is_deterministic and self.source.num_in_flight:
             return 0
-        max_open = min(settings.gen_prompts, (1 + settings.max_staleness) * self.train_prompts)
+        max_open = min(settings.gen_prompts, num_steps * self.train_prompts)
         num_open = len(state.ready) + self.source.num_in_flight
         num_new = max(max_open, self.train_prompts) - num_open
         if settings.max_num_gen_batches:
@@ -146,11 +166,23 @@ class Sampler:
             return 0  # no limit on draws, but a whole epoch without signal
         return max(num_new, 0)
 
+    def _begin(self, step: int) -> _DrawState:
+        """Return the state of a draw, with an account of what earlier ones left."""
+        state = _DrawState(step, self.clock())
+        groups, tokens = self._open_work()
+        state.account.carried_in_groups = len(self.surplus) + groups
+        surplus_tokens = sum(group.num_response_tokens for group in self.surplus)
+        state.account.carried_in_tokens = surplus_tokens + tokens
+        return state
+
+    def _open_work(self) -> tuple[int, int]:
+        """Return the number of unfinished groups, and their tokens as of the last suspension."""
+        waiting = [request.num_response_tokens for request in self.unfinished]
+        running = [num_tokens for _, num_tokens in self._submitted.values()]
+        return len(waiting) + len(running), sum(waiting) + sum(running)
+
     def _carry_in(self, state: _DrawState) -> None:
-        account = state.account
-        carried: list[Group | GroupRequest] = [*self.surplus, *self.unfinished]
-        account.carried_in_groups = len(carried)
-        account.carried_in_tokens = sum(item.num_response_tokens for item in carried)
+        state.last_signal = self.clock()
         state.ready = {group.group_id: group for group in self.surplus}
         self.surplus = []
         if len(self._chosen(state)) < self.train_prompts:
@@ -184,17 +216,14 @@ class Sampler:
                 self.progress.remember(group)
                 state.finished_since_signal += 1
 
-    def _stop(self, state: _DrawState) -> None:
-        """Suspend the groups in flight; they continue in the next step."""
-        account = state.account
+    def _suspend(self, state: _DrawState) -> None:
+        """Suspend the groups in flight; the next draw continues them."""
         late, requests = self.source.suspend()
         self._record(late, state)
         for request in requests:
             _, num_before = self._submitted.pop(request.group_id)
-            account.generated_tokens += request.num_response_tokens - num_before
+            state.account.generated_tokens += request.num_response_tokens - num_before
         self.unfinished += requests
-        account.carried_out_groups = len(self.unfinished)
-        account.carried_out_tokens = sum(item.num_response_tokens for item in self.unfinished)
 
     def _finish(self, state: _DrawState) -> Draw:
         """Return the step's groups; other ready groups become surplus for the next step."""
@@ -207,7 +236,18 @@ class Sampler:
         for group in self.surplus:
             account.add("surplus", group.rollouts)
         account.reward_seconds = self.source.take_reward_seconds()
+        state.ready = {group.group_id: group for group in self.surplus}
+        if self.runs_ahead and not state.is_skipped:
+            self._run_ahead(state)
+        account.carried_out_groups, account.carried_out_tokens = self._open_work()
         return Draw(groups, state.num_drawn, account)
+
+    def _run_ahead(self, state: _DrawState) -> None:
+        """Keep the engines busy until `pause`."""
+        self._submit(self.unfinished)
+        self.unfinished = []
+        self._submit_fresh(state, self._num_to_draw(state, self.settings.max_staleness))
+        self._ahead = self._begin(state.step + 1)
 
     def _give_up(self, state: _DrawState) -> None:
         """Apply on_exhausted: all draws are used up and nothing is in flight."""

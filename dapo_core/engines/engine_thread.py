@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
 from dapo_core.engines.base import Engine, GenerationRequest, Response
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class Usage:
+    """How much of an engine was used, over a span of time."""
+
+    began: float  # time.monotonic()
+    seconds: float = 0.0  # length of the span
+    step_seconds: float = 0.0  # in engine steps
+    sequence_seconds: float = 0.0  # the same, times the sequences that each step decoded
+    num_decoded: int = 0  # tokens
+    num_passes: int = 0  # times that a sequence was decoded; several tokens each with drafts
 
 
 class EngineThread:
@@ -27,6 +41,7 @@ class EngineThread:
         self._is_stepping = False  # accessed by the thread only
         self._last_step: Future[None] = Future()
         self._engine = self._thread.submit(build).result()
+        self._usage = Usage(time.monotonic())
 
     @property
     def policy_version(self) -> int:
@@ -54,6 +69,18 @@ class EngineThread:
         """Run `call` between two steps and return its result."""
         return self._thread.submit(self._run, call).result()
 
+    def take_usage(self) -> Usage:
+        """Return the engine's usage since the last call."""
+
+        def take(engine: Engine) -> Usage:
+            usage, self._usage = self._usage, Usage(time.monotonic())
+            usage.seconds = self._usage.began - usage.began
+            usage.num_decoded, usage.num_passes = engine.num_decoded, engine.num_passes
+            engine.num_decoded = engine.num_passes = 0
+            return usage
+
+        return self.run(take)
+
     def close(self) -> None:
         """Close the engine and end the thread."""
         self._thread.submit(self._engine.close).result()
@@ -74,8 +101,13 @@ class EngineThread:
         )
 
     def _step(self) -> None:
-        if self._engine.num_unfinished():
+        if num_unfinished := self._engine.num_unfinished():
+            began = time.monotonic()
             finished = self._engine.step()
+            seconds = time.monotonic() - began
+            self._usage.step_seconds += seconds
+            num_decoding = min(num_unfinished, self._engine.settings.max_num_seqs)
+            self._usage.sequence_seconds += seconds * num_decoding
             for response in finished:
                 self._responses.put(response)
             if finished:

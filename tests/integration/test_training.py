@@ -44,6 +44,7 @@ actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,grad_norm,skipped_up
 response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio}
 response/aborted_ratio response_length_non_aborted/{mean,max,min}
 global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
+perf/{engine_idle_ratio,engine_idle_slot_ratio}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 rollout/{compared_tokens,log_probs_diff_mean,probs_diff_high_ratio}
 rollout/fresh_{compared_tokens,log_probs_diff_mean,probs_diff_high_ratio}
@@ -68,6 +69,7 @@ NOT_OF_THE_RESULT = (
     "timing_per_token_ms/",
     "perf/time_per_step",
     "perf/throughput",
+    "perf/engine_",
     "perf/max",
     "perf/cpu",
 )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,35 @@ def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
         assert 0 < line["sampler/staleness/token_ratio"] <= 1
         assert 0 < line["rollout/importance_mean"] <= 2
         assert 0 <= line["rollout/importance_truncated_ratio"] < 1
+
+
+def test_an_asynchronous_training_samples_while_it_updates(start: Start, tmp_path: Path) -> None:
+    """Five steps, interrupted after two: tokens of every step are accounted for across the kill."""
+    settings: dict[str, Any] = {
+        "run": {"deterministic": False},
+        "reward": NO_OVERLONG,
+        "sampler": {"gen_prompts": 12, "metric": "score", "max_staleness": 2},
+        "rollout": {"schedule": "asynchronous"},
+        "train": {**ONE_UPDATE, "total_steps": 2},
+        "checkpoint": {"save_every": 1, "keep_last": 5},
+    }
+    start(LENGTH_SCORER, **settings)
+    state = read_state(tmp_path / "run" / "checkpoints" / "step_000002")
+    ahead = [*state.surplus, *state.unfinished]
+    assert max(item.num_response_tokens for item in ahead) > 0  # sampled during the update
+
+    settings["train"]["total_steps"] = 5
+    lines = start(LENGTH_SCORER, **settings)
+    assert [line["policy_version"] for line in lines] == [1, 2, 3, 4, 5]
+    fates = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
+    for line, after in pairwise(lines):
+        assert 0 < after["sampler/staleness/max"] <= 2
+        if after["step"] != 3:  # resumed: the checkpoint's tokens are carried in
+            carried = line["sampler/surplus_tokens"] + line["sampler/carried_out_tokens"]
+            went = sum(after[f"sampler/{fate}_tokens"] for fate in fates)
+            went += after["sampler/carried_out_tokens"]
+            assert after["perf/generated_tokens"] + carried == went
+        assert after["rollout/importance_mean"] > 0
 
 
 def test_time_in_the_driver_shows_in_the_phases_of_a_step(
