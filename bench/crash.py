@@ -1,7 +1,8 @@
 """Kills a training many times, in every role, and compares its result with an undisturbed training.
 
 Parameters and optimizer state must be bit-identical, and so must metrics.jsonl except for times and
-memory. Prints a line per kill. Exit status 1 means that something differs.
+memory. An asynchronous training depends on timing: it is compared with a replay of its recorded
+draws. Prints a line per kill. Exit status 1 means that something differs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RECIPE = "configs/arith_cpu.yaml"
 EXAMPLE = """examples: the 20 kills of docs/checkpoints.md, and three chosen ones
   .venv/bin/python bench/crash.py --kills 20 --seed 0
   .venv/bin/python bench/crash.py --roles rank worker group --steps 8
+  .venv/bin/python bench/crash.py --asynchronous --kills 10
 """
 # A checkpoint every other small step, so that most kills lose finished work.
 OVERRIDES = (
@@ -47,6 +49,13 @@ OVERRIDES = (
     "checkpoint.keep_best=1",
     "train.restart_delay_seconds=0.1",
 )
+ASYNCHRONOUS = (
+    "run.deterministic=false",
+    "rollout.schedule=asynchronous",
+    "sampler.max_staleness=2",
+    "train.record_draws=true",
+)
+OF_THE_DRAW = ("sampler/", "train/num_gen_batches", "training/epoch", "perf/generated_tokens")
 Role = Literal["driver", "rank", "worker", "group", "raylet"]
 RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # as in docs/checkpoints.md
 TITLES = {"rank": "ray::PolicyRank", "worker": "ray::RolloutRank"}
@@ -113,28 +122,33 @@ def main() -> None:
     moments = random_moments(roles, arguments.steps, rng)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        undisturbed, killed = _prepare(folder, arguments.steps)
-        began = time.monotonic()
-        run_command(
-            undisturbed.command,
-            log_path=undisturbed.log_path,
-            label="train",
-            on_line=lambda line: None,
-        )
-        print(
-            f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True
-        )
+        is_replayed = arguments.asynchronous
+        undisturbed, killed = _prepare(folder, arguments.steps, is_replayed)
+        if not is_replayed:
+            _train(undisturbed, "undisturbed")
         began = time.monotonic()
         num_kills = train_through_kills(killed, moments)
         print(
             f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in "
-            f"{time.monotonic() - began:.0f} s"
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
         )
-        differing = differences(undisturbed.output, killed.output)
+        if is_replayed:
+            _train(undisturbed, "replayed")
+        ignored = OF_THE_DRAW if is_replayed else ()
+        differing = differences(undisturbed.output, killed.output, ignored)
     print(
         "\n".join(differing) if differing else "parameters, optimizer and metrics are bit-identical"
     )
     sys.exit(1 if differing or num_kills < len(moments) else 0)
+
+
+def _train(training: Training, title: str) -> None:
+    began = time.monotonic()
+    run_command(
+        training.command, log_path=training.log_path, label="train", on_line=lambda line: None
+    )
+    print(f"{title} in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def random_moments(roles: Sequence[Role], num_steps: int, rng: random.Random) -> list[Moment]:
@@ -172,11 +186,12 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
     return len(moments) - len(pending)
 
 
-def differences(expected: Path, found: Path) -> list[str]:
-    """Returns the differences between two training outputs, one per line, ignoring times and
-    memory.
+def differences(expected: Path, found: Path, ignored: tuple[str, ...] = ()) -> list[str]:
+    """Returns the differences between two training outputs, one per line, ignoring times, memory
+    and metrics that begin with any of `ignored`.
     """
-    lines = [f"metrics.jsonl: {text}" for text in _metric_differences(expected, found)]
+    measured = MEASURED + ignored
+    lines = [f"metrics.jsonl: {text}" for text in _metric_differences(expected, found, measured)]
     checkpoints = [latest_checkpoint(output / "checkpoints") for output in (expected, found)]
     names = [checkpoint and checkpoint.name for checkpoint in checkpoints]
     if names[0] != names[1] or checkpoints[0] is None or checkpoints[1] is None:
@@ -224,14 +239,14 @@ def victims(role: Role, process: SupervisedProcess) -> list[int]:
     return [pid for pid in tree if _title(pid).startswith(TITLES[role])][-1:]
 
 
-def _metric_differences(expected: Path, found: Path) -> Iterator[str]:
+def _metric_differences(expected: Path, found: Path, ignored: tuple[str, ...]) -> Iterator[str]:
     lines, others = (read_json_lines(output / METRICS_FILE) for output in (expected, found))
     steps = [[line["step"] for line in log] for log in (lines, others)]
     if steps[0] != steps[1]:
         yield f"steps {steps[0]} and {steps[1]}"
         return
     for line, other in zip(lines, others, strict=True):
-        names = sorted(name for name in {*line, *other} if not name.startswith(MEASURED))
+        names = sorted(name for name in {*line, *other} if not name.startswith(ignored))
         for name in names:
             if line.get(name) != other.get(name):
                 yield f"step {line['step']} {name} {line.get(name)} and {other.get(name)}"
@@ -296,11 +311,15 @@ def _title(pid: int) -> str:
         return ""
 
 
-def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
-    """Prepare the recipe's data and model; returns two trainings on them."""
+def _prepare(folder: Path, num_steps: int, is_replayed: bool) -> tuple[Training, Training]:
+    """Prepare the recipe's data and model; returns two trainings on them.
+
+    The second is asynchronous and the first its replay if `is_replayed`.
+    """
+    overrides = (*OVERRIDES, *(ASYNCHRONOUS if is_replayed else ()))
     options = [
         word
-        for override in (*OVERRIDES, f"train.total_steps={num_steps}")
+        for override in (*overrides, f"train.total_steps={num_steps}")
         for word in ("--set", override)
     ]
     data, model = folder / "data", folder / "model"
@@ -313,8 +332,9 @@ def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
             dapo_command(*words, *options), log_path=folder / "stages.log", label=str(words[0])
         )
     more = ("--held-out", str(data / "eval.parquet"), *options, "--set", "train.max_restarts=1000")
+    replay = ("--replay", str(folder / "killed")) if is_replayed else ()
     return (
-        Training(Path(RECIPE), data / "train.parquet", model, folder / "alone", more),
+        Training(Path(RECIPE), data / "train.parquet", model, folder / "alone", (*more, *replay)),
         Training(Path(RECIPE), data / "train.parquet", model, folder / "killed", more),
     )
 
@@ -331,6 +351,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--roles", nargs="+", choices=get_args(Role), help="kill these roles instead, in this order"
+    )
+    parser.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="train with rollout.schedule=asynchronous, and compare with the replay",
     )
     parser.add_argument(
         "--steps", type=int, default=30, help="training steps (default: %(default)s)"

@@ -32,6 +32,7 @@ from dapo_core.algorithm.advantage import weigh
 from dapo_core.algorithm.batch import Batch, TokenStats, build_batch, shuffled
 from dapo_core.algorithm.kl import KLController
 from dapo_core.checkpoint.folder import CHECKPOINTS
+from dapo_core.checkpoint.recorded import RecordedDraws, record_draw
 from dapo_core.checkpoint.resume import resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
@@ -87,16 +88,14 @@ class Trainer:
         self.identity = dict(identity)
         self.decode = decoder(validation.tokenizer)
         self.rollouts = StepFiles(output_dir, ROLLOUTS)
-        progress = DrawProgress(config.train.train_prompts, self.decode)
-        compat, is_deterministic = Compat.of(config.algorithm), config.run.deterministic
-        self.sampler = Sampler(
+        self.sampler: Sampler | RecordedDraws = Sampler(
             cluster.rollouts,
             stream,
             config.sampler,
-            progress,
-            compat,
-            is_deterministic,
-            config.rollout.schedule == "asynchronous",
+            DrawProgress(config.train.train_prompts, self.decode),
+            Compat.of(config.algorithm),
+            config.run.deterministic,
+            runs_ahead=config.rollout.schedule == "asynchronous",
         )
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
@@ -259,9 +258,12 @@ class Trainer:
             files.begin(last_step)
 
     def _save_rollouts(self, number: int, groups: Sequence[Group], timer: PhaseTimer) -> None:
-        """Save responses as text, before the step's checkpoint: a resume does not miss them."""
+        """Save responses, as text and for a replay, before the checkpoint: a resume misses none."""
         train = self.config.train
         every = train.save_rollouts_every
+        if train.record_draws:
+            with timer.phase("save_rollouts"):
+                record_draw(self.output_dir, number, groups)
         if groups and (is_due(number, every, train.total_steps) or (every and number == 1)):
             with timer.phase("save_rollouts"):
                 saved = groups[: train.num_saved_prompts]

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from dapo_core.checkpoint.identity import training_identity
+from dapo_core.checkpoint.recorded import RecordedDraws
 from dapo_core.checkpoint.resume import (
     find_start,
     finish_if_done,
@@ -59,6 +61,7 @@ def train(
     on_step: OnStep = lambda _step, _metrics: None,
     held_out_path: Path | None = None,
     start_roles: Callable[..., AbstractContextManager[Cluster]] | None = None,
+    replay: Path | None = None,
 ) -> TrainResult:
     """Train the model; writes checkpoints and metrics.jsonl to `output_dir`.
 
@@ -66,7 +69,8 @@ def train(
     checkpoint; after train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM
     or SIGINT, writes a final checkpoint and raises TrainingStopped; a second signal raises
     KeyboardInterrupt immediately. `on_step(step, metrics)` is called after each step.
-    `start_roles` replaces cluster.start.start_cluster, which starts them as Ray actors.
+    `start_roles` replaces cluster.start.start_cluster, which starts them as Ray actors. `replay` is
+    the output of a training with train.record_draws, whose draws this one trains on again.
     """
     if start_roles is None:
         from dapo_core.cluster.start import start_cluster  # imports Ray
@@ -82,6 +86,8 @@ def train(
             stream, validation = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
+        draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
+        identity |= {} if replay is None else {"replay": str(replay)}
         config = with_model_dtypes(config, model_path)
         with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
@@ -96,13 +102,12 @@ def train(
                 with start_roles(config, model_path, output_dir, is_restart) as cluster:
                     places = model_path, output_dir, identity
                     trainer = Trainer(cluster.config, cluster, stream, *places, validation)
+                    trainer.sampler = draws or trainer.sampler
                     trainer.resume(start)
                     trainer.run(on_step, stop)
                     return trainer
 
-            def find_own() -> Path | None:
-                return find_start(folder, "auto", config.checkpoint.on_damage)
-
+            find_own = partial(find_start, folder, "auto", config.checkpoint.on_damage)
             trainer = restarts.until_done(attempt, start, find_own, stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)

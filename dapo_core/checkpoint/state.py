@@ -47,22 +47,33 @@ class TrainerState:
 
 def state_files(state: TrainerState) -> dict[str, bytes]:
     """Return the state as file contents by file name."""
-    groups = {"surplus": state.surplus, "unfinished": state.unfinished}
     values = asdict(replace(state, surplus=[], unfinished=[]))
     del values["surplus"], values["unfinished"]
+    files = groups_files(state.surplus, state.unfinished)
+    return {STATE_FILE: json.dumps(values).encode(), **files}
+
+
+def groups_files(surplus: Sequence[Group], unfinished: Sequence[GroupRequest]) -> dict[str, bytes]:
+    """Return groups as file contents by file name."""
+    groups = {"surplus": surplus, "unfinished": unfinished}
     return {
-        STATE_FILE: json.dumps(values).encode(),
         GROUPS_FILE: json.dumps(groups, default=_without_tokens).encode(),
-        TOKENS_FILE: _tokens_file(_responses(state.surplus, state.unfinished)),
+        TOKENS_FILE: _tokens_file(_responses(surplus, unfinished)),
     }
 
 
 def read_state(checkpoint: Path) -> TrainerState:
     """Return a checkpoint's trainer state; raises CheckpointError if it cannot be read."""
-    surplus, unfinished = _read(checkpoint / GROUPS_FILE, lambda text: _carried(json.loads(text)))
-    responses = _responses(surplus, unfinished)
-    _read(checkpoint / TOKENS_FILE, lambda content: _fill(responses, load(content)))
+    surplus, unfinished = read_groups(checkpoint)
     return replace(read_state_without_groups(checkpoint), surplus=surplus, unfinished=unfinished)
+
+
+def read_groups(folder: Path) -> tuple[list[Group], list[GroupRequest]]:
+    """Return the groups of `groups_files`; raises CheckpointError if they cannot be read."""
+    surplus, unfinished = _read(folder / GROUPS_FILE, lambda text: _carried(json.loads(text)))
+    responses = _responses(surplus, unfinished)
+    _read(folder / TOKENS_FILE, lambda content: _fill(responses, load(content)))
+    return surplus, unfinished
 
 
 def read_state_without_groups(checkpoint: Path) -> TrainerState:

@@ -145,6 +145,10 @@ class TrainConfig(Section):
     num_saved_prompts: int | None = volatile(
         8, "Prompts per such file, with all their responses; unset: all of the step.", ge=1
     )
+    record_draws: bool = volatile(
+        False,
+        "Write the groups of each training step, with their tokens, for `dapo train --replay`.",
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (),
         "Experiment trackers that receive step metrics, some responses and evaluation results.",

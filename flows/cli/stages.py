@@ -134,6 +134,10 @@ def train(
         Path | None,
         typer.Option(help="Held-out problems for validation.every: a file that dapo eval reads."),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Output of a training with train.record_draws: train on its draws."),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Log no progress; metrics.jsonl has it.")
     ] = False,
@@ -154,7 +158,7 @@ def train(
 
     require_additions(settings.model, model)
     with tracked() as on_step:
-        result = train_model(settings, data, model, output, on_step, held_out)
+        result = train_model(settings, data, model, output, on_step, held_out, replay=replay)
     steps = counted(result.steps, "training step")
     updates = counted(result.policy_version, "optimizer step")
     typer.echo(f"{result.checkpoint}: {steps}, {updates}")

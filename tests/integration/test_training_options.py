@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import pytest
 from dapo_core import trainer
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_state
+from dapo_core.draw.groups import Group, GroupRequest
+from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
@@ -50,13 +53,14 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
     without Ray.
 
     `scorer` is the source code for custom_reward.path, `name` the output folder, `model` the
-    folder of another model.
+    folder of another model, `replay` the output whose draws to train on.
     """
 
     def run(
         scorer: str | None = None,
         name: str = "run",
         model: Path = world.model,
+        replay: Path | None = None,
         **changes: dict[str, Any],
     ) -> list[dict[str, float]]:
         changes["train"] = {"num_ranks": 1, "total_steps": 1, **changes.get("train", {})}
@@ -67,7 +71,7 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
         with without_ray() if is_single else nullcontext():
-            train(config_of(**changes), world.data, model, tmp_path / name)
+            train(config_of(**changes), world.data, model, tmp_path / name, replay=replay)
         return read_json_lines(tmp_path / name / METRICS_FILE)
 
     return run
@@ -209,19 +213,21 @@ def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
         assert 0 <= line["rollout/importance_truncated_ratio"] < 1
 
 
-def test_an_asynchronous_training_samples_while_it_updates(start: Start, tmp_path: Path) -> None:
-    """Five steps, interrupted after two: tokens of every step are accounted for across the kill."""
+def test_an_asynchronous_training_samples_while_it_updates(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five steps, in two parts; then its recorded draws again, which give the same bits."""
     settings: dict[str, Any] = {
         "run": {"deterministic": False},
         "reward": NO_OVERLONG,
         "sampler": {"gen_prompts": 12, "metric": "score", "max_staleness": 2},
         "rollout": {"schedule": "asynchronous"},
-        "train": {**ONE_UPDATE, "total_steps": 2},
+        "train": {**ONE_UPDATE, "total_steps": 2, "record_draws": True},
         "checkpoint": {"save_every": 1, "keep_last": 5},
     }
     start(LENGTH_SCORER, **settings)
     state = read_state(tmp_path / "run" / "checkpoints" / "step_000002")
-    ahead = [*state.surplus, *state.unfinished]
+    ahead: list[Group | GroupRequest] = [*state.surplus, *state.unfinished]
     assert max(item.num_response_tokens for item in ahead) > 0  # sampled during the update
 
     settings["train"]["total_steps"] = 5
@@ -236,6 +242,16 @@ def test_an_asynchronous_training_samples_while_it_updates(start: Start, tmp_pat
             went += after["sampler/carried_out_tokens"]
             assert after["perf/generated_tokens"] + carried == went
         assert after["rollout/importance_mean"] > 0
+
+    settings["rollout"] = {}
+    start(LENGTH_SCORER, "again", replay=tmp_path / "run", **settings)
+    monkeypatch.syspath_prepend(str(RECIPES.parent / "bench"))
+    crash = importlib.import_module("crash")
+    same = crash.differences(tmp_path / "run", tmp_path / "again", crash.OF_THE_DRAW)
+    assert same == []
+    settings["train"]["total_steps"] = 6
+    with pytest.raises(ConfigError, match="draws of 5 steps, and not that of step 6"):
+        start(LENGTH_SCORER, "longer", replay=tmp_path / "run", **settings)
 
 
 def test_time_in_the_driver_shows_in_the_phases_of_a_step(
