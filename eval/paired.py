@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,23 @@ class Change(PairedChange):
     num_better: int  # items
     num_worse: int
     is_share: bool
+    is_lower_better: bool
     p_holm: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """The name, with an arrow if lower scores are better."""
+        return (self.name or "all") + " ↓" * self.is_lower_better
+
+    @property
+    def is_gain(self) -> bool:
+        """True if the mean score moved towards better."""
+        return self.difference < 0 if self.is_lower_better else self.difference > 0
 
     @property
     def direction(self) -> str:
         """`better` or `worse` if the adjusted p is below 0.05, else empty."""
-        return ("better" if self.difference > 0 else "worse") if self.p_holm < SIGNIFICANCE else ""
+        return ("better" if self.is_gain else "worse") if self.p_holm < SIGNIFICANCE else ""
 
     def level(self, score: float) -> str:
         """A mean score as text: 61.2 %, or 7.31."""
@@ -97,6 +108,7 @@ class Flip:
     item: str
     before: float
     after: float
+    is_gain: bool
     problem: str | None
     gold: str | None
     response_before: str | None
@@ -108,7 +120,7 @@ class Result:
     """What `compare` found. Flips come with the largest changes first."""
 
     benchmarks: tuple[Change, ...]
-    pooled: Change | None  # None for one benchmark, or if their scores have different units
+    pooled: Change | None  # None for one benchmark, or if units or directions differ
     better: tuple[Flip, ...]
     worse: tuple[Flip, ...]
     notes: tuple[str, ...] = ()
@@ -154,8 +166,8 @@ class Result:
     def _decisive(self) -> Change:
         if self.total is None:
             raise ScoresError(
-                "the benchmarks have no pooled change, because their scores have different units; "
-                "read `benchmarks`"
+                "the benchmarks have no pooled change, because the units or directions of their "
+                "scores differ; read `benchmarks`"
             )
         return self.total
 
@@ -169,8 +181,8 @@ class Result:
         """The verdict: the change, benchmarks that rose or fell, and gates."""
         found = [_verdict(self.total, len(self.benchmarks))] if self.total else []
         if len(self.benchmarks) > 1:
-            for word, sign in (("Worse", -1), ("Better", 1)):
-                rows = [row for row in self.benchmarks if sign * row.difference > 0]
+            for word, is_gain in (("Worse", False), ("Better", True)):
+                rows = [row for row in self.benchmarks if row.is_gain is is_gain]
                 found += _named(word, [row for row in rows if row.direction])
                 unsure = [row for row in rows if row.p < SIGNIFICANCE and not row.direction]
                 found += _named(f"{word} before Holm's adjustment only", unsure)
@@ -227,14 +239,15 @@ class Result:
             write_atomically(make_folder(folder) / name, text.encode(errors="replace"))
 
 
-def compare(before: Any, after: Any) -> Result:
+def compare(before: Any, after: Any, lower_is_better: bool | Collection[str] = False) -> Result:
     """Compare the scores of two evaluations of the same items.
 
     `before` and `after` are arrays of shape [items] or [items, samples], {benchmark: array}, or
     tables with the columns item and score (`eval.results.scores.read_responses`). Higher scores are
-    better. Items and benchmarks of one side only, responses without a score and surplus samples are
-    left out and counted in `notes`. Raises ScoresError if nothing can be paired, or if an item's
-    problem or gold answer differs.
+    better, except of the benchmarks named in `lower_is_better`, or all if it is True. Items and
+    benchmarks of one side only, responses without a score and surplus samples are left out and
+    counted in `notes`. Raises ScoresError if nothing can be paired, or if an item's problem or gold
+    answer differs.
     """
     sides = [
         _by_benchmark(read_responses(one, label), label)
@@ -246,21 +259,28 @@ def compare(before: Any, after: Any) -> Result:
         raise ScoresError(
             f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after"
         )
+    if POOLED in names and len(names) > 1:
+        raise ScoresError(
+            f"a benchmark is named {POOLED}, which stands for all {len(names)} together; rename it"
+        )
+    lower = names if lower_is_better is True else lower_is_better or ()
+    if unknown := [name for name in lower if name not in names]:
+        raise ScoresError(f"lower_is_better: no benchmark {', '.join(unknown)} on both sides")
     if not (is_table(before) or is_table(after)):
         _require_same_length(names, *sides)
     pairs = {name: _pair(name, sides[0][name], sides[1][name]) for name in names}
-    changes = [_measure(name, items) for name, items in pairs.items()]
+    changes = [_measure(name, items, name in lower) for name, items in pairs.items()]
     adjusted = holm([change.p for change in changes])
     benchmarks = tuple(replace(one, p_holm=p) for one, p in zip(changes, adjusted, strict=True))
     flips = sorted(
-        (flip for name in names for flip in _flips(name, pairs[name])),
+        (flip for name in names for flip in _flips(name, pairs[name], name in lower)),
         key=lambda flip: -abs(flip.after - flip.before),
     )
     return Result(
         benchmarks,
         _pool(benchmarks, [pairs[name] for name in names]),
-        better=tuple(flip for flip in flips if flip.after > flip.before),
-        worse=tuple(flip for flip in flips if flip.after < flip.before),
+        better=tuple(flip for flip in flips if flip.is_gain),
+        worse=tuple(flip for flip in flips if not flip.is_gain),
         notes=tuple(_left_out(sides, pairs)),
     )
 
@@ -327,7 +347,7 @@ def _mean(samples: Sequence[Response]) -> float:
     return math.fsum(one.score or 0.0 for one in samples) / len(samples)
 
 
-def _measure(name: str, pairs: Mapping[str, Pair]) -> Change:
+def _measure(name: str, pairs: Mapping[str, Pair], is_lower_better: bool) -> Change:
     """Measure a benchmark's change on its lattice (`_lattice`), in units of the score."""
     scores = [one.score or 0.0 for pair in pairs.values() for side in pair for one in side]
     is_share = min(scores) >= 0 and max(scores) <= 1
@@ -337,6 +357,7 @@ def _measure(name: str, pairs: Mapping[str, Pair]) -> Change:
     changes, denominator = _lattice((after - before) / scale, sizes)
     found = measure_change(changes, denominator)
     low, high = found.ci95
+    gains = before - after if is_lower_better else after - before
     return Change(
         n=found.n,
         difference=float((after - before).mean()),
@@ -348,9 +369,10 @@ def _measure(name: str, pairs: Mapping[str, Pair]) -> Change:
         before=float(before.mean()),
         after=float(after.mean()),
         samples=(min(sizes), max(sizes)),
-        num_better=int((after - before > _SAME).sum()),
-        num_worse=int((before - after > _SAME).sum()),
+        num_better=int((gains > _SAME).sum()),
+        num_worse=int((gains < -_SAME).sum()),
         is_share=is_share,
+        is_lower_better=is_lower_better,
     )
 
 
@@ -373,8 +395,9 @@ def _lattice(changes: np.ndarray, sizes: Iterable[int]) -> tuple[list[int], int]
 
 
 def _pool(benchmarks: Sequence[Change], pairs: Sequence[Mapping[str, Pair]]) -> Change | None:
-    """The mean change over benchmarks; None for one, or unless all scores are shares."""
-    if len(benchmarks) == 1 or not all(row.is_share for row in benchmarks):
+    """The mean change over benchmarks; None for one, or unless all are shares of one direction."""
+    kinds = {(row.is_share, row.is_lower_better) for row in benchmarks}
+    if len(benchmarks) == 1 or len(kinds) > 1 or not benchmarks[0].is_share:
         return None
     strata = []
     for items in pairs:
@@ -393,11 +416,12 @@ def _pool(benchmarks: Sequence[Change], pairs: Sequence[Mapping[str, Pair]]) -> 
         num_better=sum(row.num_better for row in benchmarks),
         num_worse=sum(row.num_worse for row in benchmarks),
         is_share=True,
+        is_lower_better=benchmarks[0].is_lower_better,
         p_holm=found.p,
     )
 
 
-def _flips(name: str, pairs: Mapping[str, Pair]) -> Iterable[Flip]:
+def _flips(name: str, pairs: Mapping[str, Pair], is_lower_better: bool) -> Iterable[Flip]:
     """The items whose mean changed, each with the two most different responses."""
     for item, (before, after) in pairs.items():
         x, y = _mean(before), _mean(after)
@@ -408,7 +432,10 @@ def _flips(name: str, pairs: Mapping[str, Pair]) -> Iterable[Flip]:
         best = max(high, key=lambda one: one.score or 0.0)
         old, new = (worst, best) if y > x else (best, worst)
         texts = old.problem, old.gold, old.response, new.response
-        yield Flip(name, item, x, y, *(text and text[-MAX_RESPONSE_CHARS:] for text in texts))
+        is_gain = (y < x) == is_lower_better
+        yield Flip(
+            name, item, x, y, is_gain, *(text and text[-MAX_RESPONSE_CHARS:] for text in texts)
+        )
 
 
 def _left_out(
@@ -446,6 +473,7 @@ def _verdict(total: Change, num_benchmarks: int) -> str:
     low, high = total.samples
     repeats = "" if high == 1 else f", {low if low == high else f'{low} to {high}'} samples each"
     scope = f"pooled over {num_benchmarks} benchmarks, " if num_benchmarks > 1 else ""
+    scope = "lower is better, " * total.is_lower_better + scope
     unit = " points" if total.is_share else ""
     plural = "" if total.n == 1 else "s"
     facts = (
@@ -469,7 +497,7 @@ def _verdict(total: Change, num_benchmarks: int) -> str:
 def _named(word: str, rows: Sequence[Change]) -> list[str]:
     """A sentence that names benchmarks with their changes; none without any."""
     listed = "; ".join(
-        f"{row.name} {row.size(row.difference)} (p {format_p(row.p)}, Holm {plain_p(row.p_holm)})"
+        f"{row.label} {row.size(row.difference)} (p {format_p(row.p)}, Holm {plain_p(row.p_holm)})"
         for row in rows
     )
     return [f"{word}: {listed}."] if rows else []

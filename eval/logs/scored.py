@@ -8,6 +8,7 @@ score.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ _PLACES = {
 _INSPECT_VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 _QUESTIONS = ("problem", "question", "query", "prompt", "input", "text", "goal")
 _FAILED = "_failed"
+LOWER = ":lower"  # after the name of a score of which lower is better
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Part:
     scores: Sequence[str]  # names of the scores it holds, the one that was read first
     model: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)  # beside the model, as recorded
+    is_lower_better: bool = False
 
 
 def program_of(path: Path) -> str | None:
@@ -80,8 +83,10 @@ def program_of(path: Path) -> str | None:
 def compare_logs(before: str | Path, after: str | Path, score: str | None = None) -> Result:
     """Compare two logs of the same program. `score` names the score to read, by default the first.
 
+    Higher is better, unless lm-eval's results file says otherwise, or `score` ends in ":lower".
     Raises ScoresError if the programs differ or a log is unreadable.
     """
+    is_lower, name = str(score).endswith(LOWER), (score or "").removesuffix(LOWER) or None
     paths = Path(before), Path(after)
     program = program_of(paths[0])
     kinds = [_kind(paths[0], program), _kind(paths[1], program_of(paths[1]))]
@@ -92,9 +97,11 @@ def compare_logs(before: str | Path, after: str | Path, score: str | None = None
             "same program, or grade the responses of both by one rule (dapo grade LOG --output "
             "FOLDER) and make tables of item and score"
         )
-    sides = [read_parts(path, str(program), score) for path in paths]
+    sides = [read_parts(path, str(program), name) for path in paths]
     _require_same_scores(*sides)
-    result = compare(*([one for part in side for one in part.responses] for side in sides))
+    low = [{part.benchmark for part in side if part.is_lower_better} for side in sides]
+    scores = [[one for part in side for one in part.responses] for side in sides]
+    result = compare(scores[0], scores[1], lower_is_better=is_lower or low[0] & low[1])
     about = {"program": str(program), **_about(sides, paths)}
     return result.described(about, list(_settings_notes(*sides)))
 
@@ -163,13 +170,15 @@ def _json_beside(file: Path) -> dict[str, Any]:
 
 
 def _chosen(names: Sequence[str], score: str | None, place: str) -> str:
-    """Return the score to read. Raises ScoresError for an unknown name."""
-    if score is None and names:
+    """Return the score to read. Raises ScoresError for an unknown name, or without any."""
+    if not names:
+        raise ScoresError(f"{place} has no scored response")
+    if score is None:
         return names[0]
     for name in names:
         if score in (name, *name.split(",")):
             return name
-    raise ScoresError(f"{place} has no score {score}; it has {', '.join(names) or 'none'}")
+    raise ScoresError(f"{place} has no score {score}; it has {', '.join(names)}")
 
 
 def _first(names: Sequence[str], name: str) -> list[str]:
@@ -185,8 +194,6 @@ def _read_lm_eval(file: Path, score: str | None) -> list[Part]:
     name = _chosen(names, score, str(file))
     metric, _, kept = name.partition(",")
     about = _json_beside(file.with_name(f"results_{date}.json"))
-    if about.get("higher_is_better", {}).get(benchmark, {}).get(metric) is False:
-        raise ScoresError(f"{file}: lower is better for {metric}; choose another --score")
     config = about.get("configs", {}).get(benchmark, {})
     settings = {key: config.get(key) for key in ("num_fewshot", "generation_kwargs")}
     settings |= {key: about.get(key) for key in ("chat_template_sha", "system_instruction_sha")}
@@ -204,7 +211,23 @@ def _read_lm_eval(file: Path, score: str | None) -> list[Part]:
         if (line.get("filter") or "none") == kept
     ]
     model = str(about.get("model_name") or "")
-    return [Part(benchmark or file.stem, responses, _first(names, name), model, settings)]
+    _require_mean(responses, about.get("results", {}).get(benchmark, {}).get(name), name, file)
+    is_lower = about.get("higher_is_better", {}).get(benchmark, {}).get(metric) is False
+    return [Part(benchmark or file.stem, responses, _first(names, name), model, settings, is_lower)]
+
+
+def _require_mean(responses: Sequence[Response], recorded: Any, name: str, file: Path) -> None:
+    """Raise ScoresError unless the recorded figure is the mean of the responses' scores."""
+    scores = [one.score for one in responses if one.score is not None]
+    if not scores or not isinstance(recorded, float | int):
+        return
+    mean = math.fsum(scores) / len(scores)
+    if not math.isclose(mean, recorded, rel_tol=1e-6, abs_tol=1e-9):
+        raise ScoresError(
+            f"{file}: {name} is {recorded:.6g} in the results file, but its {len(scores)} samples "
+            f"have the mean {mean:.6g}. Either samples are missing, or it is no mean of samples, "
+            "like a perplexity; then choose another --score"
+        )
 
 
 def _question(document: Any) -> str:
@@ -235,6 +258,7 @@ def _read_inspect(file: Path, score: str | None) -> list[Part]:
     config = content.get("plan", {}).get("config") or {}
     settings = {key: config.get(key) for key in ("temperature", "top_p", "max_tokens", "seed")}
     settings |= {"task_args": about.get("task_args"), "task_version": about.get("task_version")}
+    settings["status"] = content.get("status")
     responses = [
         Response(
             item=str(sample["id"]),

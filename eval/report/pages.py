@@ -197,7 +197,7 @@ def _plain_cell(text: Any) -> str:
     """A group's name, as a code span if it is long or contains Markdown characters."""
     text = str(text)
     is_plain = (
-        all(char.isalnum() or char in " &-_.,:/" for char in text)
+        all(char.isalnum() or char in " &-_.,:/↓" for char in text)
         and len(text) <= 1.5 * _MAX_CELL_CHARS
     )
     return text if is_plain else _cell(text)

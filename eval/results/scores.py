@@ -70,7 +70,8 @@ def read_responses(scores: Any, label: str = "scores") -> list[Response]:
 def is_table(scores: Any) -> bool:
     """True for a table or a list of `Response`, False for arrays, whose items have no names."""
     if isinstance(scores, Mapping):
-        return bool({str(name).strip().lower() for name in scores} & {*COLUMNS["score"]})
+        names = {str(name).strip().lower() for name in scores}
+        return all(names & {*COLUMNS[field]} for field in ("item", "score"))
     if isinstance(scores, Sequence):
         return bool(scores) and isinstance(scores[0], Mapping | Response)
     return hasattr(scores, "columns")  # a data frame

@@ -54,7 +54,7 @@ SelectOption = Annotated[
         "--benchmark",
         "--score",
         help="With --history: one benchmark of suites. With other programs' logs: the score to "
-        "compare, if they have several.",
+        "compare, if they have several; NAME:lower if lower is better.",
     ),
 ]
 MetricsOption = Annotated[

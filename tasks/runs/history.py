@@ -257,7 +257,7 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     except StoreError as error:
         is_path = not _LATEST.fullmatch(text)
         raise StoreError(
-            f"{text} is not a results folder, and {error}" if is_path else str(error)
+            f"{text} is no file or folder, and {error}" if is_path else str(error)
         ) from None
     return Path(require_artifact(run, "evaluate_after").path), run
 

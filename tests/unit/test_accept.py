@@ -181,7 +181,7 @@ def test_a_reference_is_a_percentage_a_folder_or_a_run(tmp_path: Path) -> None:
     assert reference_of(tmp_path, str(results)) == Reference(0.75, str(results))
     with pytest.raises(StoreError, match="no accuracy: give percent above 0"):
         reference_of(tmp_path, "840")
-    with pytest.raises(StoreError, match="84x is not a results folder, and no run 84x"):
+    with pytest.raises(StoreError, match="84x is no file or folder, and no run 84x"):
         reference_of(tmp_path, "84x")
 
 

@@ -270,7 +270,7 @@ def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
         find_evaluation(run.store.root, "latest")
     with pytest.raises(StoreError, match="has no evaluate_after, only prepare_data"):
         find_evaluation(run.store.root, run.folder.name)
-    with pytest.raises(StoreError, match="nowhere is not a results folder, and no run nowhere in"):
+    with pytest.raises(StoreError, match="nowhere is no file or folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
 
 

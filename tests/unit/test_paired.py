@@ -102,10 +102,39 @@ def test_benchmarks_with_different_units_are_not_pooled() -> None:
     assert result.pooled is None
     assert "Better: a +50.0" in result.verdict
     assert "Worse: b -0.5" in result.verdict
-    with pytest.raises(ScoresError, match="different units"):
+    with pytest.raises(ScoresError, match="units or directions"):
         _ = result.p
     assert "b" in result.markdown()
     assert "b" in result.html()
+
+
+def test_a_lower_score_is_better_where_it_is_named() -> None:
+    before, after = flipped(gained=2, lost=12, kept=86)
+    sides = {"wer": before, "acc": before}, {"wer": after, "acc": after}
+    result = paired.compare(*sides, lower_is_better=["wer"])
+    wer, acc = result.benchmarks
+    assert (wer.difference, wer.p, wer.ci95) == (acc.difference, acc.p, acc.ci95)
+    assert (wer.direction, wer.num_better, wer.num_worse) == ("better", 12, 2)
+    assert (acc.direction, acc.num_better, acc.num_worse) == ("worse", 2, 12)
+    assert [(flip.before, flip.after) for flip in result.better if flip.benchmark == "wer"] == [
+        (1, 0)
+    ] * 12
+    assert result.pooled is None  # directions differ
+    assert "Better: wer ↓ -10.0" in result.verdict
+    assert "| wer ↓ " in result.markdown()
+    alone = paired.compare(before, after, lower_is_better=True)
+    assert alone.verdict.startswith("Better: lower is better, 98.0 % before, 88.0 % after, -10.0")
+    assert paired.compare(after, before, lower_is_better=True).direction == "worse"
+    with pytest.raises(ScoresError, match="no benchmark cer on both sides"):
+        paired.compare(*sides, lower_is_better=["cer"])
+
+
+def test_a_benchmark_named_pooled_is_not_taken_for_all_together() -> None:
+    sides = {"pooled": [0, 1], "math": [1, 1]}, {"pooled": [0, 1], "math": [0, 0]}
+    with pytest.raises(ScoresError, match="named pooled, which stands for all 2 together"):
+        paired.compare(*sides)
+    result = paired.compare({"pooled": [1, 1]}, {"pooled": [1, 0]}).check(["pooled >= before"])
+    assert [gate.is_passed for gate in result.gates] == [False]
 
 
 def test_what_has_no_counterpart_is_left_out_and_counted() -> None:
@@ -140,6 +169,11 @@ def test_what_has_no_counterpart_is_left_out_and_counted() -> None:
         ([{"item": "a", "score": 1}], [{"item": "b", "score": 1}], "compare evaluations of the"),
         ({"a": [1, 0]}, {"a": [1, 0, 1]}, "a: 2 items before and 3 after: arrays hold the same"),
         ({"a": [1]}, {"b": [1]}, "no common benchmark: a before; b after"),
+        (
+            {"score": [1], "name": ["x"]},
+            {"score": [1]},
+            "before, name: neither an array of numbers",
+        ),
         (
             [{"item": "a", "score": 1, "target": "4"}],
             [{"item": "a", "score": 1, "target": "5"}],

@@ -54,6 +54,23 @@ def test_lm_eval_tasks_are_compared_by_a_chosen_filter() -> None:
         compare_logs(*sides, score="f1")
 
 
+def test_lm_eval_says_which_metrics_are_better_lower(tmp_path: Path) -> None:
+    for side in ("before", "after"):
+        shutil.copytree(LOGS / "lm-eval" / side, tmp_path / side)
+        [file] = (tmp_path / side).glob("results_*.json")
+        content = json.loads(file.read_text())
+        content["higher_is_better"] = {"words": {"exact_match": False}}
+        file.write_text(json.dumps(content))
+    before, after = (next((tmp_path / side).glob("samples_words*")) for side in ("before", "after"))
+    result = compare_logs(before, after, "number")
+    assert (result.total.difference, result.direction) == (-0.75, "better")  # type: ignore[union-attr]
+    assert (len(result.better), len(result.worse)) == (6, 0)
+    after.write_text("".join(after.read_text().splitlines(keepends=True)[:-1]))
+    # 2 of 8 answers are right; of the first 7, one
+    with pytest.raises(ScoresError, match=r"number is 0.25 in the results file, but its 7 samples"):
+        compare_logs(before, after, "number")
+
+
 def test_an_inspect_archive_is_compared_with_a_json_log_epochs_as_samples() -> None:
     result = compare_logs(LOGS / "inspect/before.eval", LOGS / "inspect/after.json")
     [row] = result.benchmarks
@@ -180,7 +197,9 @@ def test_a_table_with_other_columns_names_them_and_the_score_can_be_chosen(tmp_p
         write_lines(tmp_path / f"{name}.jsonl", rows)
     sides = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     assert compare_logs(*sides).difference == 0
-    assert compare_logs(*sides, score="f1").difference == 0.5
+    assert compare_logs(*sides, score="f1").direction == "better"
+    assert compare_logs(*sides, score="f1:lower").direction == "worse"
+    assert compare_logs(*sides, score="f1:lower").difference == 0.5
     write_lines(tmp_path / "c.jsonl", [{"frage": 1, "punkte": 2}])
     with pytest.raises(ScoresError, match=r"no column item .*its columns are frage, punkte"):
         compare_logs(tmp_path / "c.jsonl", tmp_path / "c.jsonl")
@@ -245,12 +264,18 @@ def test_shuffled_documents_of_the_same_number_are_not_taken_for_the_same(tmp_pa
 
 def test_a_failed_inspect_sample_is_left_out_and_not_wrong(tmp_path: Path) -> None:
     content = json.loads((LOGS / "inspect/after.json").read_text())
+    content["status"] = "error"
     for sample in content["samples"][:2]:
         sample["error"], sample["scores"] = {"message": "timeout"}, None
     (tmp_path / "log.json").write_text(json.dumps(content))
     result = compare_logs(LOGS / "inspect/before.eval", tmp_path / "log.json")
     assert result.benchmarks[0].samples == (1, 2)
-    assert result.notes == ("words: samples without a counterpart, left out: 2 before, 0 after.",)
+    assert "status: success before, error after" in result.notes[0]
+    assert result.notes[1] == "words: samples without a counterpart, left out: 2 before, 0 after."
+    content["samples"] = []
+    (tmp_path / "log.json").write_text(json.dumps(content))
+    with pytest.raises(ScoresError, match=r"log\.json has no scored response"):
+        compare_logs(LOGS / "inspect/before.eval", tmp_path / "log.json")
 
 
 def test_training_logs_and_result_folders_are_no_evaluation_logs(tmp_path: Path) -> None:
