@@ -357,15 +357,16 @@ def _read_nemo(file: Path, score: str | None) -> list[Part]:
 def _read_aisbench(file: Path, score: str | None) -> list[Part]:
     """Read predictions/MODEL/SET.jsonl with the verdicts of results/MODEL/SET.json.
 
-    The verdicts are there after --dump-eval-details. Without, predictions are graded here, by
-    AISBench's rule for mathematics, or as options.
+    The verdicts are there after --dump-eval-details: {id: {"correct": [true]}}. Without, and for
+    num_return_sequences (its list mixes the items), predictions are graded here, by AISBench's rule
+    for mathematics, or as options.
     """
     model, work = file.resolve().parent.name, file.resolve().parent.parent.parent
     rows = read_log(file).rows
     recorded = _json_beside(work / "results" / model / f"{file.stem}.json").get("details")
-    if recorded and all("correct" in one for one in recorded.values()):
+    if isinstance(recorded, dict) and all("correct" in one for one in recorded.values()):
         name = "correct"
-        verdicts = [recorded[row.id]["correct"] for row in rows]
+        verdicts = [_only(recorded[row.id]["correct"]) for row in rows]
     else:
         is_choice = are_options({row.gold for row in rows})
         name = "options, graded here" if is_choice else "AISBench's rule, graded here"
@@ -386,6 +387,13 @@ def _read_aisbench(file: Path, score: str | None) -> list[Part]:
         for row, value in zip(rows, verdicts, strict=True)
     ]
     return [Part(file.stem, responses, [name], model)]
+
+
+def _only(value: Any) -> Any:
+    """Return the only element of a list, or what is none."""
+    if isinstance(value, list):
+        [value] = value
+    return value
 
 
 def _read_table(file: Path, score: str | None) -> list[Part]:

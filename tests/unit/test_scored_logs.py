@@ -147,7 +147,7 @@ def aisbench_run(folder: Path, answers: list[str], verdicts: list[bool] | None =
     ]
     write_lines(folder / "predictions/api/math.jsonl", rows)
     if verdicts:
-        details = {str(i): {"correct": x} for i, x in enumerate(verdicts)}
+        details = {str(i): {"correct": [x]} for i, x in enumerate(verdicts)}
         (folder / "results/api").mkdir(parents=True)
         (folder / "results/api/math.json").write_text(json.dumps({"details": details}))
     return folder
