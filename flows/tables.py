@@ -287,6 +287,7 @@ def print_run(
 
     `changes` is None if a configuration cannot be read.
     """
+    from eval.report.training import usage_lines
     from tasks.runs.child_environment import by_children
     from tasks.runs.history import artifact_of
 
@@ -316,6 +317,8 @@ def print_run(
             console.print(f"  {children}: {words}")
     if report is not None:
         console.print(report["verdict"])
+        for line in usage_lines(report.get("train", {})):
+            console.print(f"training {line}")
     if before is None:
         console.print(f"No earlier run of {run.name} to compare the configuration with.")
     elif changes is None:

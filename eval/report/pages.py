@@ -13,6 +13,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from eval.report.training import usage_lines
+
 TEMPLATES = Path(__file__).parent / "templates"
 MARKDOWN_WIDTH = 100
 _MAX_CELL_CHARS = 17
@@ -145,6 +147,7 @@ def _environment(is_html: bool) -> jinja2.Environment:
         "plain_cell": _plain_cell,
         "answer_cell": _answer_cell,
         "paragraph": _paragraph,
+        "usage_lines": usage_lines,
         "line": lambda text: " ".join(str(text).split()),
     }
     environment.globals["markdown_table"] = _markdown_table

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import escape
 
 from eval.report.compare import Comparison, GroupResult, Side
-from eval.report.training import Steps, series, with_derived
+from eval.report.training import PHASES, Steps, series, with_derived
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,7 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "sampler/kept_share": "groups kept",
         "sampler/waste_ratio": "tokens wasted",
     },
-    "Seconds per step": {
-        "timing_s/gen": "generate",
-        "timing_s/update_actor": "update",
-        "timing_s/old_log_prob": "old log-probs",
-        "timing_s/weight_sync": "weight sync",
-        "timing_s/save_checkpoint": "checkpoint",
-        "timing_s/testing": "validation",
-    },
+    "Seconds per step": PHASES,
 }
 SIDE_PLOTS: dict[str, tuple[str, ...]] = {  # title -> metrics; the first one present is drawn
     "Reward per response": ("critic/rewards/mean", "critic/score/mean"),

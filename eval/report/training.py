@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,20 @@ from durable import read_json_lines
 from eval.results.rows import ResultsError
 
 Steps = list[dict[str, Any]]  # metrics of each training step, in order
+MIN_SHARE = 0.005  # of what is shown
 MAX_PROBS_DIFF = 0.01  # step 0 of verl's precision guide for NPUs
 _COMPARED = ("probs_diff_mean", "log_probs_diff_mean", "probs_diff_high_ratio", "probs_diff_max")
+PHASES = {  # timers of a training step
+    "timing_s/gen": "generate",
+    "timing_s/update_actor": "update",
+    "timing_s/old_log_prob": "old log-probs",
+    "timing_s/ref": "reference log-probs",
+    "timing_s/weight_sync": "weight sync",
+    "timing_s/turns": "turns",
+    "timing_s/save_checkpoint": "checkpoint",
+    "timing_s/testing": "validation",
+}
+_WITHOUT_SIGNAL = ("all_right", "all_wrong", "all_equal")
 _GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 
 
@@ -45,7 +58,59 @@ def training_totals(steps: Steps) -> dict[str, Any]:
         "tokens_trained": _total(steps, "perf/trained_response_tokens"),
         "tokens_generated": _total(steps, "perf/generated_tokens"),
         "seconds": _total(steps, "timing_s/step"),
+        **_usage(steps),
     }
+
+
+def usage_lines(train: Mapping[str, Any]) -> list[str]:
+    """Return in words where a training's time and tokens went, from its totals; [] if unknown."""
+    lines = []
+    if phases := train.get("phases"):
+        parts = [f"{name} {share:.0%}" for name, share in phases.items() if share >= MIN_SHARE]
+        lines.append(f"time: {', '.join(parts)}")
+    if (idle := train.get("engine_idle")) is not None:
+        lines.append(
+            f"engines decoded nothing for {idle:.0%} of the time, and {train['slots_idle']:.0%} of "
+            "rollout.max_num_seqs on average"
+        )
+    if fates := train.get("token_fates"):
+        parts = [f"{name} {share:.0%}" for name, share in fates.items() if share >= MIN_SHARE]
+        lines.append(f"response tokens: {', '.join(parts)}")
+    return lines
+
+
+def _usage(steps: Steps) -> dict[str, Any]:
+    """Return the share of time by phase and of tokens by fate, and of the engines' idle time."""
+    seconds = _total(steps, "timing_s/step") or 0.0
+    phases = {name: _total(steps, key) or 0.0 for key, name in PHASES.items()}
+    if sum(phases.values()) < seconds:
+        phases["other"] = seconds - sum(phases.values())
+    fates = {"trained on": _tokens(steps, "kept")}
+    fates |= {name.replace("_", " "): _tokens(steps, name) for name in _WITHOUT_SIGNAL}
+    fates["for later steps"] = sum(_tokens(steps[-1:], name) for name in ("surplus", "carried_out"))
+    return {
+        "phases": _shares(phases),
+        "token_fates": _shares(fates),
+        "engine_idle": _mean(steps, "perf/engine_idle_ratio"),
+        "slots_idle": _mean(steps, "perf/engine_idle_slot_ratio"),
+    }
+
+
+def _tokens(steps: Steps, fate: str) -> float:
+    return _total(steps, f"sampler/{fate}_tokens") or 0.0
+
+
+def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+    total = sum(parts.values())
+    return {name: value / total for name, value in parts.items() if value > 0}
+
+
+def _mean(steps: Steps, key: str) -> float | None:
+    """Return the metric's mean over time; None if no step has it."""
+    timed = [metrics for metrics in steps if {key, "timing_s/step"} <= metrics.keys()]
+    seconds = [metrics["timing_s/step"] for metrics in timed]
+    total = sum(seconds)
+    return sum(map(operator.mul, seconds, (m[key] for m in timed))) / total if total else None
 
 
 def skipped_steps_notes(steps: Steps) -> list[str]:

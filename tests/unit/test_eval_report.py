@@ -29,7 +29,13 @@ from eval.report.report import (
     verdict,
 )
 from eval.report.suite_report import Models, write_suite_report
-from eval.report.training import consistency, read_training_metrics, training_totals, with_derived
+from eval.report.training import (
+    consistency,
+    read_training_metrics,
+    training_totals,
+    usage_lines,
+    with_derived,
+)
 from eval.results.rows import Evaluation, ResultsError
 from tests.evaluations import (
     compared,
@@ -123,7 +129,7 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert report["ci95"][0] < 2 / 7 < report["ci95"][1]
     # 100 + 200 + 300 trained; step 2 was trained twice, its last line counts: 3 * 250 generated.
     totals = {"steps": 3, "tokens_trained": 600, "tokens_generated": 750, "seconds": 7.5}
-    assert report["train"] == totals
+    assert report["train"].items() >= totals.items()
     assert report["stages"]["merge"] == {"cached": True, "seconds": 0.02}
     assert report["artifacts"] == {"merged model": str(folder / "merged")}
     trace = "../train_policy/profiles/step_000002_rank_1.json"
@@ -403,6 +409,22 @@ def test_evaluations_without_common_answers_are_refused() -> None:
         compared("fr", "rf")
 
 
+def test_a_report_says_where_time_and_tokens_went() -> None:
+    step = {"timing_s/gen": 6.0, "timing_s/update_actor": 3.0, "timing_s/step": 10.0, "step": 1}
+    step |= {"perf/engine_idle_ratio": 0.25, "perf/engine_idle_slot_ratio": 0.5}
+    step |= {"sampler/kept_tokens": 60.0, "sampler/all_wrong_tokens": 30.0}
+    step |= {"sampler/surplus_tokens": 20.0, "sampler/carried_out_tokens": 20.0}
+    later = {**step, "step": 2, "timing_s/step": 30.0, "timing_s/gen": 25.0}
+    later |= {"perf/engine_idle_ratio": 0.05, "perf/engine_idle_slot_ratio": 0.3}
+    assert usage_lines(training_totals([step, later])) == [
+        # 31 + 6 + 3 of 40 s; of 220 tokens 120 were trained on, 60 all wrong, and 40 are left
+        "time: generate 78%, update 15%, other 8%",
+        # (10 x 0.25 + 30 x 0.05) / 40 and (10 x 0.5 + 30 x 0.3) / 40
+        "engines decoded nothing for 10% of the time, and 35% of rollout.max_num_seqs on average",
+        "response tokens: trained on 55%, all wrong 27%, for later steps 18%",
+    ]
+
+
 def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ResultsError, match="holds no training step"):
@@ -410,7 +432,10 @@ def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="does not exist"):
         read_training_metrics(tmp_path / "none.jsonl")
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
-    assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
+    unknown = ("tokens_trained", "tokens_generated", "seconds", "engine_idle", "slots_idle")
+    nothing = {"steps": 1, "phases": {}, "token_fates": {}, **dict.fromkeys(unknown)}
+    assert totals == nothing
+    assert usage_lines(totals) == []
     counts = dict(zip(OUTCOMES, (4, 3, 2, 1, 6), strict=True))
     steps = with_derived(
         [{f"sampler/{outcome}_groups": count for outcome, count in counts.items()}, {"step": 2}]
