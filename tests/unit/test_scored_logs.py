@@ -1,8 +1,8 @@
 """Comparisons of other programs' logs by their own scores.
 
-tests/logs/scored holds logs of lm-eval 0.4.13, inspect_ai 0.3.285 and evalscope 1.14.1 on
-SmolLM2-135M-Instruct, greedy before and at temperature 0.7 after. Those of AISBench and NeMo
-Evaluator are written here in their documented formats.
+tests/logs/scored holds logs of lm-eval 0.4.13, inspect_ai 0.3.285, evalscope 1.14.1 and AISBench
+3.1.20260630 on SmolLM2-135M-Instruct, greedy before and at temperature 0.7 or 0.9 after. Those of
+NeMo Evaluator are written here in their documented format.
 """
 
 from __future__ import annotations
@@ -137,6 +137,24 @@ def test_nemo_run_folders_are_compared_repeats_as_samples_and_settings_named(
     (after / "results.jsonl").unlink()
     with pytest.raises(ScoresError, match=r"results\.jsonl is missing"):
         compare_logs(before, after)
+
+
+def test_an_aisbench_work_folder_is_compared_by_its_details(tmp_path: Path) -> None:
+    result = compare_logs(LOGS / "aisbench/before", LOGS / "aisbench/after")
+    [row] = result.benchmarks
+    # summary: 25.00 and 0.00
+    assert (row.name, row.n, row.before, row.after) == ("sums", 8, 0.25, 0)
+    assert {flip.gold for flip in result.worse} == {"9", "13"}
+    assert result.about["score"] == "correct"
+    # with num_return_sequences, details are a list that mixes the items
+    for side in ("before", "after"):
+        shutil.copytree(LOGS / "aisbench" / side, tmp_path / side)
+        file = tmp_path / side / "results/smollm2/sums.json"
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | {"details": list(content["details"].values())}))
+    graded = compare_logs(tmp_path / "before", tmp_path / "after")
+    assert graded.about["score"] == "AISBench's rule, graded here"
+    assert graded.benchmarks[0].ci95 == row.ci95
 
 
 def aisbench_run(folder: Path, answers: list[str], verdicts: list[bool] | None = None) -> Path:
