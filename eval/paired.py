@@ -264,6 +264,7 @@ def compare(before: Any, after: Any, lower_is_better: bool | Collection[str] = F
             f"a benchmark is named {POOLED}, which stands for all {len(names)} together; rename it"
         )
     lower = names if lower_is_better is True else lower_is_better or ()
+    lower = [lower] if isinstance(lower, str) else lower
     if unknown := [name for name in lower if name not in names]:
         raise ScoresError(f"lower_is_better: no benchmark {', '.join(unknown)} on both sides")
     if not (is_table(before) or is_table(after)):

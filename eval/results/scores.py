@@ -96,7 +96,8 @@ def _of_array(array: Any, benchmark: str, label: str) -> list[Response]:
         values = np.asarray(array, dtype=float)
     except (TypeError, ValueError):
         raise ScoresError(
-            f"{label}: neither an array of numbers nor a table with item and score"
+            f"{label}: neither an array of numbers nor a table with item and score (files are read "
+            "by eval.logs.scored.compare_logs)"
         ) from None
     if values.ndim not in (1, 2):
         raise ScoresError(

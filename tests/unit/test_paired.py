@@ -126,7 +126,7 @@ def test_a_lower_score_is_better_where_it_is_named() -> None:
     assert alone.verdict.startswith("Better: lower is better, 98.0 % before, 88.0 % after, -10.0")
     assert paired.compare(after, before, lower_is_better=True).direction == "worse"
     with pytest.raises(ScoresError, match="no benchmark cer on both sides"):
-        paired.compare(*sides, lower_is_better=["cer"])
+        paired.compare(*sides, lower_is_better="cer")
 
 
 def test_a_benchmark_named_pooled_is_not_taken_for_all_together() -> None:
