@@ -168,18 +168,19 @@ class Trainer:
     def resume(self, checkpoint: Path | None) -> None:
         """Restore the state of a checkpoint, or start from the beginning if None."""
         if checkpoint is None:
-            self.stream.position = 0
+            self._rewind(0, [])
             self.log = MetricsLog(self.output_dir, None)
             self._begin_files(None)
             return
         state = read_state(checkpoint)
         self._begin_files(state.step)
         self.num_steps, self.policy_version = state.step, state.policy_version
-        self.stream.position = state.prompt_position
+        is_same_data = state.identity.get("prompts") == self.identity["prompts"]
+        self._rewind(state.prompt_position, state.visits if is_same_data else [])
         if state.identity == self.identity:
             self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
         elif num_groups := len(state.surplus) + len(state.unfinished):
-            if state.identity.get("prompts") == self.identity["prompts"]:
+            if is_same_data:
                 self.sampler.redraw(state.step + 1, state.surplus, state.unfinished)
             logger.warning(
                 "checkpoint.allow_changed: discarding %d groups sampled before the change",
@@ -196,6 +197,11 @@ class Trainer:
         is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else of another training
         self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("resuming after step %d from %s", self.num_steps, checkpoint.name)
+
+    def _rewind(self, position: int, visits: Sequence[Sequence[int]]) -> None:
+        self.stream.position = position
+        if self.stream.backoff is not None:
+            self.stream.backoff.visits = {prompt: list(visit) for prompt, *visit in visits}
 
     def _draw(self, number: int, timer: PhaseTimer) -> Draw:
         with timer.phase("gen"), self.stop.interruptible(number):
@@ -285,6 +291,7 @@ class Trainer:
 
     def _state(self, metrics: Mapping[str, float]) -> TrainerState:
         """Return the state after the step, as copies that the next draw does not change."""
+        visits = self.stream.backoff.visits if self.stream.backoff is not None else {}
         return TrainerState(
             step=self.num_steps,
             policy_version=self.policy_version,
@@ -294,6 +301,7 @@ class Trainer:
             kl_coefficient=self.kl.coefficient,
             metrics=dict(metrics),
             identity=self.identity,
+            visits=[[prompt, *visit] for prompt, visit in visits.items()],
         )
 
 

@@ -22,6 +22,7 @@ from dapo_core.checkpoint.resume import (
 )
 from dapo_core.cluster.restarts import Restarts, continued_from
 from dapo_core.config.engine_args import require_known
+from dapo_core.draw.backoff import Backoff
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.errors import ConfigError
@@ -148,5 +149,7 @@ def _read_prompts(
             "read; set rollout.engine=vllm"
         )
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
-    stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
+    backoff = Backoff() if config.sampler.backoff else None
+    order = config.run.seed, config.data.shuffle
+    stream = PromptStream(prompts, *order, sets=prompts.sets, backoff=backoff)
     return stream, Validation(config, held_out, tokenizer, output_dir)

@@ -72,6 +72,7 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
         kl_coefficient=0.001,
         metrics={"critic/score/mean": -1 / 3, **validated},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
+        visits=[[7, 2, 1], [4, 0, 3]],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ class TrainerState:
     kl_coefficient: float  # of the KL term in the reward
     metrics: dict[str, float]  # of the step, in case a kill kept them out of metrics.jsonl
     identity: dict[str, Any]  # settings and data shared by all attempts of the training
+    visits: list[list[int]] = field(default_factory=list)  # prompt, then Backoff.visits of it
 
 
 def state_files(state: TrainerState) -> dict[str, bytes]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from dapo_core.config.fields import Section, key, volatile
 
 
@@ -35,6 +37,21 @@ class SamplerConfig(Section):
         ge=0,
         le=1,
     )
+    backoff: bool = key(
+        False,
+        "Draw prompts less often that gave no signal in n visits in a row: after 2 ** (n - 1) "
+        "epochs, at most 8.",
+    )
     max_seconds_without_kept: float = volatile(
         1800.0, "Seconds without a new group with signal after which training fails.", gt=0
     )
+
+    @model_validator(mode="after")
+    def _backoff_needs_signal(self) -> SamplerConfig:
+        if self.backoff and not self.dynamic:
+            raise ValueError(
+                "sampler.backoff=true with sampler.dynamic=false would leave out prompts whose "
+                "groups are trained on, whether they have signal or not; set sampler.dynamic=true, "
+                "or sampler.backoff=false"
+            )
+        return self

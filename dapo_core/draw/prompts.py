@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dapo_core.draw.backoff import Backoff
 from dapo_core.errors import DataError
 from dapo_core.model.inputs import ImageReference, ModelInput
 
@@ -137,11 +138,12 @@ def treat_too_long(
 
 
 class PromptStream:
-    """An endless, seeded sequence of prompts; `position` is the number of prompts taken.
+    """An endless, seeded sequence of prompts; `position` is the number of prompts passed.
 
     Several sets, each given as (weight, prompt indices), are interleaved evenly by weight, to the
     nearest thousandth. Each epoch of a set has its own permutation, derived only from (seed,
-    epoch), so a stream resumed at position n continues exactly like an uninterrupted one.
+    epoch), so a stream resumed at position n, with its backoff, continues exactly like an
+    uninterrupted one.
     """
 
     def __init__(
@@ -151,8 +153,10 @@ class PromptStream:
         shuffle: bool,
         position: int = 0,
         sets: Sequence[tuple[float, np.ndarray]] = (),
+        backoff: Backoff | None = None,
     ) -> None:
         self.prompts = prompts
+        self.backoff = backoff
         self.seed = seed
         self.shuffle = shuffle
         self.position = position
@@ -169,16 +173,24 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Prompts taken / number of prompts, over all sets."""
+        """Prompts passed / number of prompts, over all sets."""
         return self.position / len(self.prompts)
 
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next prompts; crosses epoch boundaries."""
-        first, self.position = self.position, self.position + count
-        return [self.prompts[self._row(position)] for position in range(first, self.position)]
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        """Return the next prompts with their positions; crosses epoch boundaries."""
+        taken: list[tuple[int, Prompt]] = []
+        while len(taken) < count:
+            row, epoch = self._row(self.position)
+            prompt = self.prompts[row]
+            if self.backoff is None or not self.backoff.skips(prompt.index, epoch):
+                taken.append((self.position, prompt))
+                if self.backoff is not None:
+                    self.backoff.visit(prompt.index, epoch)
+            self.position += 1
+        return taken
 
-    def _row(self, position: int) -> int:
-        """Return the index of the prompt at a position."""
+    def _row(self, position: int) -> tuple[int, int]:
+        """Return the index of the prompt at a position, and the epoch of its set."""
         cycle, turn = divmod(position, len(self._turns))
         set_index = int(self._turns[turn])
         rows = self._sets[set_index]
@@ -188,7 +200,7 @@ class PromptStream:
         epoch, offset = divmod(num_before, len(rows))
         if self._orders.get(set_index, (None,))[0] != epoch:
             self._orders[set_index] = epoch, self._order(epoch, len(rows))
-        return int(rows[self._orders[set_index][1][offset]])
+        return int(rows[self._orders[set_index][1][offset]]), epoch
 
     def _order(self, epoch: int, count: int) -> np.ndarray:
         if not self.shuffle:

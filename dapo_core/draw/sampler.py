@@ -190,8 +190,7 @@ class Sampler:
             self.unfinished = []
 
     def _submit_fresh(self, state: _DrawState, count: int) -> None:
-        first = self.stream.position
-        prompts = enumerate(self.stream.take(count), start=first)
+        prompts = self.stream.take(count)
         self._submit([GroupRequest(number, prompt, state.step) for number, prompt in prompts])
         state.num_drawn += count
 
@@ -208,7 +207,10 @@ class Sampler:
             _, num_before = self._submitted.pop(group.group_id)
             account.generated_tokens += group.num_response_tokens - num_before
             account.add_finished(group)
-            if not self.settings.dynamic or has_signal(group, self.settings.metric, self.compat):
+            gives_signal = has_signal(group, self.settings.metric, self.compat)
+            if self.stream.backoff is not None:
+                self.stream.backoff.record(group.prompt.index, gives_signal)
+            if not self.settings.dynamic or gives_signal:
                 state.ready[group.group_id] = group
                 state.last_signal, state.finished_since_signal = self.clock(), 0
             else:

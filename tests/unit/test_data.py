@@ -20,7 +20,7 @@ PROMPTS = [Prompt(index, ModelInput((index,)), "arithmetic", str(index)) for ind
 
 
 def _order(stream: PromptStream, count: int) -> list[int]:
-    return [prompt.index for prompt in stream.take(count)]
+    return [prompt.index for _, prompt in stream.take(count)]
 
 
 def test_each_epoch_is_a_different_permutation_decided_by_the_seed() -> None:
@@ -84,7 +84,7 @@ def test_a_missing_tokenizer_or_chat_template_is_refused(tmp_path: Path) -> None
 def test_a_mixture_follows_its_weights_and_resumes() -> None:
     prompts = [replace(PROMPTS[0], index=n, dataset="ab"[n >= 40]) for n in range(50)]
     sets = [(3.0, np.arange(40)), (1.0, np.arange(40, 50))]
-    whole = PromptStream(prompts, 5, True, sets=sets).take(5000)
+    whole = [prompt for _, prompt in PromptStream(prompts, 5, True, sets=sets).take(5000)]
     for start in (0, 37, 2000, 4900):  # also over short stretches
         assert sum(prompt.dataset == "b" for prompt in whole[start : start + 100]) == 25
     taken = [[prompt.index for prompt in whole if prompt.dataset == name] for name in "ab"]
@@ -94,7 +94,8 @@ def test_a_mixture_follows_its_weights_and_resumes() -> None:
             assert sorted(indices[first : first + len(rows)]) == list(rows)
     for position in (0, 1, 999, 1000, 3210):
         resumed = PromptStream(prompts, 5, True, position, sets)
-        assert resumed.take(500) == whole[position : position + 500]
+        expected = list(enumerate(whole))[position : position + 500]
+        assert resumed.take(500) == expected
     one = PromptStream(prompts, 5, True, sets=[(0.5, np.arange(50))])
     assert one.take(200) == PromptStream(prompts, 5, True).take(200)
 

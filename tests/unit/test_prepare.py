@@ -175,7 +175,8 @@ def test_a_mixture_reaches_the_prompt_stream_and_metrics(tmp_path: Path) -> None
     prompts = tokenized_prompts(
         folder / "train.parquet", tmp_path / "model", tokenizer, tmp_path / "t", data
     )
-    taken = PromptStream(prompts, 0, True, sets=prompts.sets).take(80)
+    stream = PromptStream(prompts, 0, True, sets=prompts.sets)
+    taken = [prompt for _, prompt in stream.take(80)]
     assert Counter(prompt.dataset for prompt in taken) == {"gsm8k": 20, "mine.jsonl": 60}
     account = TokenAccount()
     for rewards, prompt in (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
+from dapo_core.draw.backoff import Backoff
 from dapo_core.draw.groups import Group, GroupRequest
 from dapo_core.draw.prompts import PromptStream
 from dapo_core.draw.report import NotEnoughSignal
@@ -292,12 +293,18 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
 
 
 @pytest.mark.parametrize(
-    ("gen_prompts", "shuffle", "window"),
+    ("gen_prompts", "shuffle", "window", "backoff"),
     # 7 prompts: at each epoch's end, and across it
-    [(7, True, 0.5), (7, True, 0), (7, False, 0), (3, True, 0), (10, True, 0)],
+    [
+        (7, True, 0.5, False),
+        (7, True, 0, True),
+        (7, False, 0, False),
+        (3, True, 0, True),
+        (10, True, 0, False),
+    ],
 )
 def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
-    gen_prompts: int, shuffle: bool, window: float, tmp_path: Path
+    gen_prompts: int, shuffle: bool, window: float, backoff: bool, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:
         values: dict[str, Any] = {"gen_prompts": gen_prompts, "max_staleness": 2, "window": window}
@@ -306,6 +313,7 @@ def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
         )
         sampler = make_sampler(source, 2, max_num_gen_batches=9, **values)
         sampler.stream = PromptStream(PROMPTS, seed=5, shuffle=shuffle, position=position)
+        sampler.stream.backoff = Backoff() if backoff else None
         return sampler
 
     whole, resumed = make(), make()
@@ -313,7 +321,9 @@ def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
         assert plain(resumed.draw(step)) == plain(whole.draw(step))
         assert resumed.stream.position == whole.stream.position
         position, surplus, unfinished = _through_a_checkpoint(resumed, tmp_path)
+        kept = resumed.stream.backoff
         resumed = make(position)
+        resumed.stream.backoff = kept
         resumed.surplus, resumed.unfinished = surplus, unfinished
     assert whole.stream.epoch > 1
     assert max(whole.source.fresh) == whole.stream.position - 1  # type: ignore[attr-defined]

@@ -22,8 +22,10 @@ from dapo_core.checkpoint.identity import training_identity
 from dapo_core.checkpoint.resume import require_same_training
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.draw.account import Draw, TokenAccount
+from dapo_core.draw.backoff import Backoff
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.report import NotEnoughSignal
+from dapo_core.draw.sampler import Sampler
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.machine.stopping import StopRequest, StopRequested
 from dapo_core.machine.timers import PhaseTimer
@@ -77,9 +79,12 @@ def _trainer(
 
 
 def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> None:
-    trainer = _trainer(model_path, tmp_path)
+    trainer = _trainer(model_path, tmp_path, sampler={"backoff": True})
+    trainer.stream.backoff = Backoff()
     state = replace(make_state(20), identity=trainer.identity, kl_coefficient=0.25)
     trainer.resume(write_state(tmp_path / "checkpoints", state))
+    assert trainer.stream.backoff.visits == {7: [2, 1], 4: [0, 3]}
+    assert trainer._state({}).visits == state.visits
     assert (trainer.num_steps, trainer.policy_version, trainer.stream.position) == (20, 320, 123)
     assert plain(trainer.sampler.surplus) == plain(state.surplus)
     assert plain(trainer.sampler.unfinished) == plain(state.unfinished)
@@ -231,6 +236,7 @@ def test_a_checkpoint_is_published_while_waiting_for_groups(
             named.append(latest_checkpoint(tmp_path / "checkpoints"))
             return super().finished()
 
+    assert isinstance(trainer.sampler, Sampler)
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1, trainer._while_waiting)
     # written after the second poll
@@ -256,17 +262,18 @@ def _stopped_in_its_draw(
     """Stop a training in the draw after step 3; returns its latest checkpoint and state."""
     stop = StopRequest()
     trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
-    state = replace(make_state(3), identity=trainer.identity)
+    state = replace(make_state(3), identity=trainer.identity, visits=[])
+    assert isinstance(trainer.sampler, Sampler)
     trainer.num_steps, trainer.policy_version = 3, state.policy_version
     trainer.stream.position = state.prompt_position
     trainer.sampler.surplus = list(state.surplus)
     trainer.sampler.unfinished = list(state.unfinished)
     trainer.kl.coefficient = state.kl_coefficient
-    trainer.sampler.source = StoppingSource(stop)
+    source = trainer.sampler.source = StoppingSource(stop)
     before(trainer, trainer._state(state.metrics))
     with pytest.raises(StopRequested):
         trainer.run(lambda _step, _metrics: None, stop)
-    assert trainer.sampler.source.in_flight  # in the middle of the draw
+    assert source.in_flight  # in the middle of the draw
     assert trainer.sampler.surplus == []
     return latest_checkpoint(output / "checkpoints"), state
 
