@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
     from tasks.runs.rollouts import Sample
-    from tasks.runs.step_time import RunTime
+    from tasks.runs.simulate import Simulation
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -148,30 +148,29 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
     return table
 
 
-def print_time(run: RunTime) -> None:
-    """Print each phase of a training step, the run's total, tokens, FLOPs and assumptions."""
-    from eval.report.pages import format_duration
+def print_simulation(simulation: Simulation) -> None:
+    """Print a row per simulated recipe, what the simulation assumes, and the verdict."""
+    from tasks.runs.simulate import described_keys
 
-    time = run.step
-    table = Table("phase", _right("seconds"), _right("share"))
-    for phase, seconds in time.seconds.items():
-        table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
-    table.add_section()
-    table.add_row("a training step", f"{time.step_seconds:,.1f}", "", style="bold")
+    columns = "step (s)|tokens/s|draw (s)|update (s)|idle slots|train nothing|mean age|worst"
+    table = Table(_folded("keys"), *map(_right, columns.split("|")))
+    for one in simulation.alternatives:
+        found = one.found
+        cells = (
+            f"{found.step_seconds:,.1f}",
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.seconds['generate']:,.1f}",
+            f"{found.seconds['anchor'] + found.seconds['update']:,.1f}",
+            f"{found.idle_share:.0%}",
+            f"{found.waste_ratio:.0%}",
+            f"{found.mean_age:.2f}",
+            f"{found.max_age}",
+        )
+        is_best = one is simulation.best
+        table.add_row(described_keys(one), *cells, style="bold" if is_best else "")
     print_table(table)
-    evaluated = f" and {counted(run.num_evaluations, 'evaluation')}"
-    lines = [
-        f"{counted(run.num_steps, 'step')}{evaluated if run.num_responses else ''}: "
-        f"{format_duration(run.seconds)}, without starts and downloads"
-        + ("" if run.num_responses else "; evaluations cannot be estimated before their data"),
-        f"tokens per step: {time.trained_tokens:,.0f} trained (prompts and responses), "
-        f"{time.generated_tokens:,.0f} generated",
-        f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the "
-        "update, including recomputed activations",
-        "an estimate, assuming:",
-        *(f"  {line}" for line in time.assumptions),
-    ]
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join(simulation.about))
+    typer.secho(simulation.verdict, bold=True)
 
 
 def print_sets(sets: Sequence[ProblemSet]) -> None:

@@ -29,6 +29,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Sequences = Sequence[tuple[ModelInput, Sequence[int]]]  # (prompt, response_ids)
 TokenIds = NDArray[np.int32]  # [R]
 LogProbs = NDArray[np.float32]  # [R]
+DRAFT_TOKENS, WIDE_BATCH = 3, 32  # of speculation; sequences
 NO_IDS, NO_LOG_PROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 

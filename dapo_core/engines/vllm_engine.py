@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 
 from dapo_core.engines.base import (
+    DRAFT_TOKENS,
+    WIDE_BATCH,
     Engine,
     EnginePart,
     EngineSettings,
@@ -56,7 +58,6 @@ CACHED_PICTURES = 64  # decoded ones, for the siblings of a prompt
 CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
-DRAFT_TOKENS, WIDE_BATCH = 3, 32  # of speculation; sequences
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 # of the sampling distribution: after temperature, top_k and top_p
 LOG_PROBS: Final = "processed_logprobs"

@@ -125,7 +125,7 @@ def side_plots(sides: Mapping[str, Steps]) -> list[str]:
         }
         # Sides without values keep their place, so a side has the same colour in every plot.
         curves = {
-            _plain(label): curves[0] if curves else ([], []) for label, curves in found.items()
+            plain(label): curves[0] if curves else ([], []) for label, curves in found.items()
         }
         if any(found.values()):
             plots.append(_curve_plot(title, curves))
@@ -155,7 +155,7 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
     axes.set_title("Prompt length (tokens); the last bar is open-ended", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("prompts")
-    return _svg_of(figure, "Prompt lengths in tokens")
+    return svg_of(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
@@ -194,7 +194,7 @@ def length_plot(comparison: Comparison) -> str:
     axes.set_xlim(left=0)
     axes.set_ylabel("responses")
     _legend(axes)
-    return _svg_of(figure, "Response lengths before and after")
+    return svg_of(figure, "Response lengths before and after")
 
 
 def limit_plot(comparison: Comparison) -> str:
@@ -211,7 +211,7 @@ def limit_plot(comparison: Comparison) -> str:
     axes.set_ylabel("accuracy (%)")
     axes.set_xlabel("token limit, simulated by truncating this run's responses")
     _legend_above(axes, ncols=2)
-    return _svg_of(figure, "Accuracy by token limit")
+    return svg_of(figure, "Accuracy by token limit")
 
 
 def gain_plot(comparison: Comparison) -> str:
@@ -242,7 +242,7 @@ def transition_plot(comparison: Comparison) -> str:
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("items")
     _legend_above(axes, ncols=4)
-    return _svg_of(figure, "Verdicts after, by verdict before")
+    return svg_of(figure, "Verdicts after, by verdict before")
 
 
 def history_plot(
@@ -256,10 +256,10 @@ def history_plot(
         ends, line = [0, len(points) - 1], [100 * value for value in trend]
         axes.plot(ends, line, color=COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
     step = -(-len(labels) // 8)
-    axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
+    axes.set_xticks(places[::step], [plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
     _legend_above(axes, ncols=2)
-    return _svg_of(figure, "Accuracy over runs")
+    return svg_of(figure, "Accuracy over runs")
 
 
 def suite_plots(report: Mapping[str, Any]) -> list[str]:
@@ -310,12 +310,12 @@ def _interval_plot(
         marker = "D" if colour == "ink" else "o"
         axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
     axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [_plain(name) for name in rows])
+    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
     axes.set_title(title, loc="left", fontsize=9.5)
-    return _svg_of(figure, title)
+    return svg_of(figure, title)
 
 
 def checkpoint_plot(curve: Mapping[str, Any]) -> str:
@@ -329,14 +329,14 @@ def checkpoint_plot(curve: Mapping[str, Any]) -> str:
     lines = curve["benchmarks"].items() if several else ()
     for (name, shares), colour in zip(lines, itertools.cycle(_LINE_COLOURS), strict=False):
         accuracies = [100 * share["accuracy"] for share in shares]
-        axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=_plain(name))
+        axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=plain(name))
     if curve["best"] is not None:
         _mark(axes, curve["best"]["step"], "soft", label="best")
     axes.set_xticks(steps)
     axes.set_xlabel("training step")
     axes.set_ylabel("accuracy (%)")
     _legend_above(axes, ncols=5)
-    return _svg_of(figure, "Accuracy over training steps")
+    return svg_of(figure, "Accuracy over training steps")
 
 
 def _grouped_bars(
@@ -352,15 +352,15 @@ def _grouped_bars(
             [100 * accuracy for accuracy, _ in results],
             width=0.95 * width,
             color=COLOUR[name] if name in ("before", "after") else next(others, COLOUR["line"]),
-            label=_plain(name),
+            label=plain(name),
             yerr=_errors(results),
             error_kw={"ecolor": COLOUR["ink"], "elinewidth": 1, "capsize": 2},
         )
-    axes.set_xticks(range(len(names)), [_plain(name) for name in names])
+    axes.set_xticks(range(len(names)), [plain(name) for name in names])
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
     _legend_above(axes, ncols=4)
-    return _svg_of(figure, label)
+    return svg_of(figure, label)
 
 
 def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
@@ -390,7 +390,7 @@ def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]])
             _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return _svg_of(figure, title)
+    return svg_of(figure, title)
 
 
 def _legend(axes: Axes) -> None:
@@ -404,7 +404,7 @@ def _legend_above(axes: Axes, ncols: int) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=ncols, **place)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escape dollar signs, which matplotlib would read as math mode."""
     return text.replace("$", r"\$")
 
@@ -422,17 +422,22 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(COLOUR["line"])
-    axes.grid(axis="y", color=COLOUR["line"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=COLOUR["soft"], length=0)
-    axes.xaxis.label.set_fontsize(8)
-    axes.yaxis.label.set_fontsize(8)
+    style_axes(axes, COLOUR)
     return figure, axes
 
 
-def _svg_of(figure: Figure, label: str) -> str:
+def style_axes(axes: Axes, colour: Mapping[str, str]) -> None:
+    """Style axes like the page, in the given colours."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(colour["line"])
+    axes.grid(axis="y", color=colour["line"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors=colour["soft"], length=0)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
+
+
+def svg_of(figure: Figure, label: str) -> str:
     """The figure's <svg> element, labelled for screen readers. Equal data give equal bytes."""
     import matplotlib
 

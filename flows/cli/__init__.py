@@ -28,10 +28,22 @@ ADVICE = (
 )
 
 
-# The order of `dapo --help`. Not listed: prepare-data, fetch-model and track, which the chain runs.
+# The order of `dapo --help`. Not listed: prepare-data, fetch-model, train and track, which the
+# chain runs.
 GROUPS = {
-    "Chain": ("init", "import-config", "config", "plan", "run", "adopt", "stage", "runs", "export"),
-    "Data and models": ("datasets", "train", "merge", "serve"),
+    "Chain": (
+        "init",
+        "import-config",
+        "config",
+        "plan",
+        "simulate",
+        "run",
+        "adopt",
+        "stage",
+        "runs",
+        "export",
+    ),
+    "Data and models": ("datasets", "merge", "serve"),
     "Evaluation": ("eval", "grade", "compare", "accept"),
     "Operation": ("up", "down", "doctor", "cluster"),
 }

@@ -1,4 +1,4 @@
-"""`dapo init`, `run`, `stage`, `plan` and `config`."""
+"""`dapo init`, `run`, `stage`, `plan`, `simulate` and `config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,9 +43,6 @@ SideOption = Annotated[
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")]
 MemoryOption = Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")]
-TimeOption = Annotated[
-    bool, typer.Option("--time", help="Only estimate the time of a training step and of the run.")
-]
 GigabytesOption = Annotated[
     float | None,
     typer.Option(
@@ -316,7 +313,6 @@ def plan(
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
     is_memory: MemoryOption = False,
-    is_time: TimeOption = False,
     gigabytes: GigabytesOption = None,
 ) -> None:
     """Show what a run would do, without running it: each stage, and why it is not cached.
@@ -331,16 +327,15 @@ def plan(
     as do missing devices, memory or clusters, so you can plan a recipe on another machine.
 
     --memory shows device memory per phase and, if the recipe does not fit (exit status 2), what
-    saves memory. --time estimates a training step from its tokens, FLOPs and device rates,
-    calibrated by the newest run with the same run.name, and the whole run. They can be combined.
+    saves memory. dapo simulate shows how long a step takes.
     """
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
-    if is_memory or is_time:
-        return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
+    if is_memory:
+        return plan_devices(settings, gigabytes, is_json)
     if gigabytes is not None:
-        raise typer.BadParameter("needs --memory or --time", param_hint="--device-gigabytes")
+        raise typer.BadParameter("needs --memory", param_hint="--device-gigabytes")
     from flows.tables import print_findings, print_json, print_plan  # slow imports
     from tasks.preflight.finding import WARN, count_checks
     from tasks.preflight.machine import OF_ANOTHER_MACHINE
@@ -364,34 +359,72 @@ def plan(
     typer.echo(f"preflight: {count_checks(findings)} (dapo doctor {config} shows them)")
 
 
-def plan_devices(
-    settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool
-) -> None:
-    """Print memory, time or both; exit with 2 if the recipe does not fit."""
+def plan_devices(settings: Config, gigabytes: float | None, is_json: bool) -> None:
+    """Print the memory plan; exit with 2 if the recipe does not fit."""
     from dataclasses import asdict
 
-    from flows.tables import print_json, print_memory, print_time
+    from flows.tables import print_json, print_memory
     from tasks.execution.retries import LASTING_EXIT_CODE
     from tasks.preflight.memory import plan_of
-    from tasks.runs.step_time import run_time
 
-    time = run_time(settings, gigabytes) if is_time else None
-    found = plan_of(settings, gigabytes=gigabytes) if is_memory else None
+    found = plan_of(settings, gigabytes=gigabytes)
     if is_json:
-        content: dict[str, Any] = {}
-        if found is not None:
-            content = {**asdict(found), "shortages": found.shortages}
-        if time is not None:
-            step = {**asdict(time.step), "step_seconds": time.step.step_seconds}
-            content["time"] = {**step, "run_seconds": time.seconds}
-        print_json(content)
+        print_json({**asdict(found), "shortages": found.shortages})
     else:
-        if found is not None:
-            print_memory(found)
-        if time is not None:
-            print_time(time)
-    if found is not None and found.shortages and not settings.train.allow_oversubscription:
+        print_memory(found)
+    if found.shortages and not settings.train.allow_oversubscription:
         raise typer.Exit(LASTING_EXIT_CODE)
+
+
+@app.command(
+    epilog="Example: dapo simulate configs/arith_cpu.yaml --from latest --output simulation",
+    short_help="Simulate a training step: what engines and ranks wait for.",
+)
+@heartbeat(lambda: "simulating training steps")
+def simulate(
+    config: ConfigArgument,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Run, or metrics.jsonl of this recipe, with times and lengths.",
+        ),
+    ] = None,
+    mean_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Mean length of a response, in tokens.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to simulate after the engines are full.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for timeline.html, timeline.png and simulate.json."),
+    ] = None,
+    overrides: SetOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Simulate training steps of a recipe and of other schedules, and name the fastest keys.
+
+    The sampler is real; engines and ranks are simulated. Without --from, their times are estimated
+    from the model, train.device_model and published response lengths. Each row changes keys of the
+    fastest row above it: prompts open at a time, schedule and placement, window, speculation. Rows
+    that the configuration refuses or that do not fit into memory are left out.
+    """
+    from flows.config import load_config
+    from flows.tables import print_json, print_simulation
+    from tasks.runs.simulate import describe, simulate_recipe, write_simulation
+
+    settings = load_config(config, overrides or ())
+    found = simulate_recipe(settings, source, mean_tokens, steps)
+    if output is not None:
+        write_simulation(found, output)
+    if is_json:
+        print_json(describe(found))
+        return
+    print_simulation(found)
+    if output is not None:
+        typer.echo(f"timeline: {output / 'timeline.html'}")
 
 
 @config_app.command(

@@ -362,7 +362,7 @@ def test_a_shell_completes_commands() -> None:
 
 def test_help_lists_every_command_of_daily_use_in_a_group() -> None:
     listed = [name for names in GROUPS.values() for name in names]
-    assert sorted([*listed, "prepare-data", "fetch-model", "track", "version"]) == sorted(
+    assert sorted([*listed, "prepare-data", "fetch-model", "track", "train", "version"]) == sorted(
         typer.main.get_command(app).commands
     )
     assert len(listed) <= 21

@@ -1,0 +1,1 @@
+"""What a training step would take: the sampler on simulated engines."""
