@@ -52,6 +52,7 @@ STEP_COLUMNS = {
     "KL": "actor/ppo_kl",
     "clip fraction": "actor/pg_clipfrac",
     "seconds": "perf/time_per_step",
+    "engines idle": "perf/engine_idle_ratio",
     "tokens/s per device": "perf/throughput",
 }
 
