@@ -421,6 +421,7 @@ def test_training_updates_one_bar_and_one_table(seen: Seen) -> None:
         "KL": None,
         "clip fraction": None,
         "seconds": None,
+        "engines idle": None,
         "tokens/s per device": 123456,
     }
 
