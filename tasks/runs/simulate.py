@@ -49,7 +49,8 @@ ENGINE_SHARES = (0.25, 0.5, 0.75)  # of the devices, if ranks and engines have t
 FIGURES = tuple(
     "seconds trained_tokens idle_share prefill_share waste_ratio mean_age max_age".split()
 )
-MOST_FITS, CLOSE, TINY = 12, 0.002, 1e-9
+MOST_DOUBLINGS, NUM_BISECTIONS = 8.0, 11  # of the estimated times of engines
+TINY = 1e-9
 LEAST_GAIN = 1.03  # in tokens per second, for which keys are changed
 LITTLE, MANY = 0.1, 0.85  # share of a step, and of slots
 
@@ -303,25 +304,25 @@ def basis_of(config: ChainConfig, source: str | None, mean_tokens: float | None)
 def _factors(config: ChainConfig, shape: ModelShape, measured: Measured) -> dict[str, float]:
     """Return measured / estimated seconds by phase, so that the simulated run takes as long.
 
-    While ranks work, engines may decode: then generation is compared with the ranks' time added.
+    Where engines decode while ranks work, their factor is searched: the slowest engines for which
+    ranks wait no longer than they did.
     """
     factors = {**dict.fromkeys(METRICS, 1.0), OTHER: measured.seconds[OTHER]}
-    is_overlapped = config.rollout.schedule == "asynchronous"
-    phases = {name: [name] for name in METRICS}
-    phases[GENERATE] += [ANCHOR, UPDATE] if is_overlapped else []
-    for _ in range(MOST_FITS):
+
+    def simulated(factors: Mapping[str, float]) -> Mapping[str, float]:
         basis = Basis(shape, measured.workload, factors, measured.tokens_per_pass, "")
-        found = _simulated(config, basis).seconds
-        pairs = {
-            phase: [sum(map(seconds.__getitem__, names)) for seconds in (measured.seconds, found)]
-            for phase, names in phases.items()
-        }
-        ratios = {
-            phase: took / simulated for phase, (took, simulated) in pairs.items() if simulated
-        }
-        factors |= {phase: factors[phase] * ratio for phase, ratio in ratios.items()}
-        if abs(ratios.get(GENERATE, 1) - 1) < CLOSE:
-            break
+        return _simulated(config, basis).seconds
+
+    found = simulated(factors)
+    for phase in METRICS:
+        factors[phase] = measured.seconds[phase] / found[phase] if found[phase] else 1.0
+    if config.rollout.schedule == "asynchronous":
+        low, high = -MOST_DOUBLINGS, MOST_DOUBLINGS
+        for _ in range(NUM_BISECTIONS):
+            middle = (low + high) / 2
+            waiting = simulated({**factors, GENERATE: 2**middle})[GENERATE]
+            low, high = (middle, high) if waiting < measured.seconds[GENERATE] else (low, middle)
+        factors[GENERATE] = 2**low
     return factors
 
 
