@@ -244,7 +244,8 @@ def _engine_costs(
         sequence=operations,
         prefill=operations,
         num_slots=rollout.max_num_seqs,
-        cache_tokens=math.inf if engine.cache is None else engine.cache / engine.token_bytes,
+        cache_tokens=max(math.inf if engine.cache is None else engine.cache, engine.sequence_bytes)
+        / engine.token_bytes,
         tokens_per_pass=(tokens_per_pass or TOKENS_PER_PASS) if has_drafts else None,
     )
 

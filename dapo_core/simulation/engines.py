@@ -76,14 +76,16 @@ class _Response:
 class _Engine:
     """One engine: its state at `now`, and the time `due` of its next event."""
 
-    def __init__(self, costs: EngineCosts, prompt_tokens: int) -> None:
+    def __init__(self, costs: EngineCosts, workload: Workload) -> None:
         self.costs = costs
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = workload.prompt_tokens
+        self.mean_context = workload.mean_context
         self.now, self.due = 0.0, inf
         self.groups: list[_Open] = []
         self.waiting: deque[_Response] = deque()
         self.running: dict[_Response, float] = {}  # in order of admission; progress at its end
-        self.busy = self.prefilling = 0.0  # slots x seconds with a response; seconds
+        self.busy = self.idle = 0.0  # slots x seconds with a response, and without
+        self.prefilling = 0.0  # seconds
         self._ends: list[tuple[float, int, _Response]] = []  # heap; of preempted ones, too
         self._num_admitted = 0
         self._progress = 0.0  # tokens that a sequence running all the time would have got
@@ -91,9 +93,16 @@ class _Engine:
         self._context = 0.0  # tokens in the KV cache
         self._stall = 0.0  # seconds of prefill ahead of decoding
 
+    @property
+    def free_slots(self) -> float:
+        """Responses that could decode besides, if the cache held their mean context."""
+        room = max(self.costs.cache_tokens - self._context, 0.0) / self.mean_context
+        return min(self.costs.num_slots - len(self.running), room)
+
     def run_to(self, time: float) -> None:
         """Decode until `time`, which is not after `due`."""
         seconds, self.now = time - self.now, time
+        self.idle += self.free_slots * seconds
         if not self.running:
             return
         width = len(self.running)
@@ -178,8 +187,8 @@ class SimulatedEngines:
         self.workload = workload
         self.now = 0.0  # seconds
         self.drawn: dict[int, int] = {}  # step that drew each group, by id
-        self.widths: list[tuple[float, int]] = [(0.0, 0)]  # time, responses decoding from then on
-        self._engines = [_Engine(costs, workload.prompt_tokens) for _ in range(num_engines)]
+        self.occupied = [(0.0, 0.0)]  # time, share of slots with a response from then on
+        self._engines = [_Engine(costs, workload) for _ in range(num_engines)]
         self._ready: list[Group] = []
         self._tokens = np.zeros(workload.limit, np.int32)  # only their number matters
 
@@ -191,20 +200,15 @@ class SimulatedEngines:
     def num_tokens_in_flight(self) -> int:
         return 0
 
-    @property
-    def busy(self) -> float:
-        """Slots x seconds in which a response was decoded or prefilled."""
-        return sum(engine.busy for engine in self._engines)
-
-    @property
-    def prefilling(self) -> float:
-        """Seconds of all engines for prompts, and for what responses had before new weights."""
-        return sum(engine.prefilling for engine in self._engines)
+    def usage(self) -> np.ndarray:
+        """Return slots x seconds with and without a response, and seconds of prefill, so far."""
+        for engine in self._engines:
+            engine.run_to(self.now)
+        return np.sum([(one.busy, one.idle, one.prefilling) for one in self._engines], axis=0)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Send each group to the engine with the fewest groups."""
-        for engine in self._engines:
-            engine.run_to(self.now)
+        self.usage()  # up to now
         for request in requests:
             self.drawn.setdefault(request.group_id, request.step)
             engine = min(self._engines, key=lambda engine: len(engine.groups))
@@ -247,8 +251,8 @@ class SimulatedEngines:
         self.run(0.0)
         late, self._ready = self._ready, []
         requests = []
+        self.usage()  # up to now
         for engine in self._engines:
-            engine.run_to(self.now)
             groups = engine.groups
             engine.clear()
             requests += [self._resumed(group) for group in groups]
@@ -276,8 +280,8 @@ class SimulatedEngines:
 
     def _note(self) -> None:
         width = sum(len(engine.running) for engine in self._engines)
-        if width != self.widths[-1][1]:
-            self.widths.append((self.now, width))
+        free = sum(engine.free_slots for engine in self._engines)
+        self.occupied.append((self.now, width / (width + free)))
 
     def _whole(self, request: GroupRequest) -> Group:
         rollouts = [

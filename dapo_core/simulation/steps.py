@@ -41,7 +41,7 @@ class Simulated:
 
     seconds: dict[str, float]  # mean by phase; engines may decode in all but `publish` and `other`
     trained_tokens: float  # of a step: prompts and responses
-    idle_share: float  # of the engines' slots, or of those that their cache can hold
+    idle_share: float  # of the engines' slots, as far as their cache has room
     prefill_share: float  # of the engines' time
     waste_ratio: float  # share of response tokens that no step trains on
     mean_age: float  # steps between a group's draw and its training
@@ -81,17 +81,17 @@ def simulate(setup: Setup, num_steps: int, num_skipped: int = 0) -> Simulated:
     sampler = Sampler(engines, stream, settings, progress, **ahead)
     draws, spans = list[Draw](), list[Span]()
     ages = list[int]()
-    began = busy = prefilling = 0.0
+    began, usage = 0.0, engines.usage()
     for step in range(1, num_skipped + num_steps + 1):
         if step == num_skipped + 1:
-            began, busy, prefilling = engines.now, engines.busy, engines.prefilling
+            began, usage = engines.now, engines.usage()
             draws, spans, ages = [], [], []
         start = engines.now
         draws.append(sampler.draw(step))
         ages += [step - engines.drawn[group.group_id] for group in draws[-1].groups]
         spans += [(GENERATE, start, engines.now), *_train(setup, sampler, engines, draws[-1])]
     seconds = engines.now - began
-    slots = setup.num_engines * _num_slots(setup)
+    busy, idle, prefilling = engines.usage() - usage
     phases = {name: 0.0 for name in (GENERATE, ANCHOR, UPDATE, PUBLISH, OTHER)}
     for name, start, end in spans:
         phases[name] += (end - start) / num_steps
@@ -101,14 +101,14 @@ def simulate(setup: Setup, num_steps: int, num_skipped: int = 0) -> Simulated:
     return Simulated(
         seconds=phases,
         trained_tokens=setup.num_parts * sum(map(_num_trained, draws)) / num_steps,
-        idle_share=max(1 - (engines.busy - busy) / (slots * seconds), 0.0),
-        prefill_share=(engines.prefilling - prefilling) / (setup.num_engines * seconds),
+        idle_share=idle / (busy + idle),
+        prefill_share=prefilling / (setup.num_engines * seconds),
         waste_ratio=1 - tokens["kept"] / max(sum(tokens.values()), 1),
         mean_age=sum(ages) / max(len(ages), 1),
         max_age=max(ages, default=0),
         draws=draws,
         spans=spans,
-        occupied=[(time, width / slots) for time, width in engines.widths if time >= began],
+        occupied=[(time, share) for time, share in engines.occupied if time >= began],
     )
 
 
@@ -133,9 +133,3 @@ def _num_trained(draw: Draw) -> int:
         group.num_response_tokens + len(group.rollouts) * len(group.prompt.input.token_ids)
         for group in draw.groups
     )
-
-
-def _num_slots(setup: Setup) -> float:
-    """Return the responses that an engine can decode at once."""
-    engine, workload = setup.costs.engine, setup.workload
-    return min(engine.num_slots, max(engine.cache_tokens / workload.mean_context, 1.0))

@@ -73,8 +73,8 @@ def test_two_slots_decode_four_responses(monkeypatch: pytest.MonkeyPatch) -> Non
     engines.submit([request(0), request(1)])
     # 3 and 5 begin; at 3 s the 4 takes a slot (until 7), at 5 s the 2 takes the other (until 7)
     assert finish(engines) == {0: 5.0, 1: 7.0}
-    assert engines.busy == 14.0
-    assert engines.widths == [(0.0, 0), (0.0, 2), (7.0, 0)]
+    assert engines.usage().tolist() == [14, 0, 0]
+    assert {*engines.occupied} == {(0.0, 0.0), (0.0, 1.0), (3.0, 1.0), (5.0, 1.0), (7.0, 0.0)}
 
 
 def test_a_pass_takes_longer_the_wider_it_is() -> None:
@@ -108,7 +108,7 @@ def test_new_weights_recompute_what_responses_had(monkeypatch: pytest.MonkeyPatc
     engines.submit(requests)
     # at 7 s: (10 + 4) x 0.1 s, then the other 4 tokens
     assert finish(engines) == {0: pytest.approx(7 + 1.4 + 4)}
-    assert engines.prefilling == pytest.approx(1.0 + 1.4)
+    assert engines.usage()[2] == pytest.approx(1.0 + 1.4)
 
 
 def test_a_full_cache_suspends_the_youngest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_full_cache_suspends_the_youngest(monkeypatch: pytest.MonkeyPatch) -> 
     engines.submit([request(0)])
     # 2 x (1 + 9) tokens fill it at 9 s; the second waits until 15 s, then decodes its last 6
     assert finish(engines) == {0: 21.0}
-    assert engines.widths == [(0.0, 0), (0.0, 2), (9.0, 1), (21.0, 0)]
+    assert engines.usage()[0] == 2 * 9 + 12
 
 
 def test_groups_go_to_the_engine_with_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
