@@ -135,7 +135,9 @@ def extrapolate(
     text, peaks = model_config.get_text_config(), list[dict[str, float]]()
     num_layers = text.num_hidden_layers
     for number in layers[:2]:
-        text.num_hidden_layers, text.layer_types = number, None
+        text.num_hidden_layers = number
+        if hasattr(text, "layer_types"):
+            text.layer_types = None
         with tempfile.TemporaryDirectory() as folder:
             counted = fake_policy.count(
                 type(model_config)(**_plain(model_config)), config, Path(folder)

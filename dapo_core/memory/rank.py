@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter: float32, see dapo_core/policy/model.py
 SQUARE_ROOTS = 4  # bytes per parameter: of AdamW's second moments; on accelerators of all at once
-LOGITS = 8  # bytes per logit: float32 logits and exponentials, or in an entropy's gradient factors
+LOGITS = 8  # bytes per logit in a forward pass: float32 logits and exponentials for the entropy
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class _Rank:
         has_copy = not self.has_adapters or config.algorithm.kl.reference_path is not None
         self.has_reference = config.algorithm.kl.place != "off" and has_copy
         longest = longest_sequence(config)
+        # bytes per logit in a backward pass: float32, the compute dtype, factors of an entropy
+        self.logit_gradients = 4 + self.item % 4 + 4 * (config.algorithm.entropy_coefficient > 0)
         self.response_share = config.rollout.max_response_tokens / longest
         responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
         scored = -(-config.rollout.group_size * train.train_prompts // train.num_data_ranks)
@@ -147,11 +149,7 @@ class _Rank:
         return [
             (2 * root + self._first_unit(), 0, 0),  # buffers and weights
             (root + layers + buffers, 0, 0),
-            (
-                root + layers,
-                3 * stream + tokens * (4 * shape.hidden + 3 * item * shape.mlp_width),
-                0,
-            ),
+            (root + layers, tokens * self._mlp_pass(), 0),
             (root + layers - self._layer_buffer(), 4 * stream, logits),
             (root + layers, self._tower_pass(tokens), 0),
         ]
@@ -169,19 +167,29 @@ class _Rank:
         predictors = 2 * item * shape.hidden * int(tokens * self.response_share)
         # the last layer's buffer beside the root
         first = item * root + layers - self._layer_buffer()
-        outputs, logits = kept + norm + predictors, self._chunk(tokens) * shape.vocabulary * LOGITS
+        outputs, logits = kept + norm + predictors, self._chunk(tokens) * shape.vocabulary
         recomputed = tokens * self.layer_bytes() if self.train.gradient_checkpointing else 0
         backward = kept + recomputed + tokens * self._mlp_backward() + 2 * stream
         head_gradient = item * head
         root_gradients = max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root
-        layer_gradients = item * (head + layer // 2) + GRADIENT * layer
+        reduced, layer_gradients = item * head + GRADIENT * layer, item * layer // 2
+        # the results of experts are freed before the gradients of their weights exist
+        results = item * shape.experts_per_token * shape.hidden * tokens
         copied = GRADIENT * self.is_copied
         if self.has_adapters:  # weights have no gradients, and those of adapters are small
-            head_gradient, root_gradients, layer_gradients = 0, 0, 0
+            head_gradient, root_gradients, reduced, layer_gradients = 0, 0, 0, 0
         return [
             (item * root + layers, 0, 0, self._tower_kept(tokens) + self._tower_pass(tokens), 0),
-            (first, head_gradient, 0, outputs, logits),
-            (item * root + layers, layer_gradients, copied * layer, backward, 0),
+            (first, 0, 0, outputs - predictors // 2, logits * LOGITS),
+            (first, head_gradient, 0, outputs, logits * self.logit_gradients),
+            (item * root + layers, reduced, copied * layer, backward, 0),
+            (
+                item * root + layers,
+                reduced + layer_gradients,
+                copied * layer,
+                backward - results,
+                0,
+            ),
             (0, root_gradients, copied * root, stream, 0),
             (
                 0,
@@ -274,9 +282,20 @@ class _Rank:
         expert = 4 * item * shape.expert_intermediate + 2 * item * shape.hidden
         return shape.experts_per_token * expert + 4 * shape.num_experts
 
+    def _mlp_pass(self) -> int:
+        """Return the bytes of a layer's MLP in a forward-only pass, per token."""
+        shape, item = self.shape, self.item
+        if not shape.num_experts:  # residual and norm; activation, up, product
+            return (3 * item + 4) * shape.hidden + 3 * item * shape.intermediate
+        hidden, width = shape.hidden, shape.expert_intermediate
+        # rows before and after they move, through the gate, or with gate, activation and product
+        rows = max(2 * hidden, hidden + 2 * width, 4 * width)
+        return 4 * item * hidden + shape.experts_per_token * item * rows
+
     def _mlp_backward(self) -> int:
         """Return the bytes of MLP gradients that exist at once, per token."""
-        return 2 * self.item * self.shape.mlp_width
+        shape, width = self.shape, 2 * self.shape.mlp_width
+        return self.item * max(width, shape.experts_per_token * shape.hidden)
 
 
 def _pinned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Expert parallelism: a rank holds whole experts; tokens travel to their experts and back."""
+"""Experts of a mixture: tokens are multiplied by expert, on the ranks that hold the experts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def install_experts(causal_lm: Any) -> None:
+    """Replace transformers' forward of all experts, which holds twice as many rows of tokens."""
+    for experts in expert_modules(causal_lm):
+        if is_replaceable(experts):
+            experts.ranks = None
+            experts.forward = partial(run_experts, experts)
+
+
+def is_replaceable(experts: Any) -> bool:
+    """True if the experts are gated MLPs without biases, as `run_experts` computes them."""
+    return getattr(experts, "has_gate", False) and not experts.has_bias
+
+
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:
     """Give each rank of the mesh an equal part of every layer's experts; returns their modules.
 
@@ -26,7 +39,6 @@ def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:
     modules = expert_modules(causal_lm)
     for experts in modules:
         experts.ranks = mesh.get_group()
-        experts.forward = partial(run_experts, experts)
         for name, parameter in list(experts.named_parameters(recurse=False)):
             part = parameter.detach().chunk(mesh.size())[0]
             split = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
@@ -39,23 +51,59 @@ def run_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, which other ranks may hold: [N, hidden].
 
-    index, weights: a token's experts and their weights, [N, k]. Collective.
+    index, weights: a token's experts and their weights, [N, k]. Collective over these ranks. Rows
+    take k times the memory of the tokens, so each step frees the rows of the step before.
     """
-    from transformers.integrations.moe import grouped_mm_experts_forward
+    from transformers.integrations.moe import _grouped_linear  # private: test_private_parts.py
 
-    group, num_chosen = experts.ranks, index.shape[1]
-    held: Any = _Held(experts, group.size())
+    group, is_transposed = experts.ranks, experts.is_transposed
+    held: Any = experts if group is None else _Held(experts, group.size())
     chosen, order = index.flatten().sort(stable=True)
-    received, sends, receives = _count_rows(chosen, held.num_experts, group)
-    rows = all_to_all(hidden[order // num_chosen], sends, receives, group)
-    if len(rows):
+    rows = hidden[order // index.shape[1]]
+    if group is None:
+        counts = chosen.new_zeros(held.num_experts)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    else:
+        received, sends, receives = _count_rows(chosen, held.num_experts, group)
+        rows = all_to_all(rows, sends, receives, group)
         numbers = torch.arange(held.num_experts, device=rows.device).repeat(group.size())
-        numbers = numbers.repeat_interleave(received, output_size=len(rows)).unsqueeze(1)
-        rows = grouped_mm_experts_forward(held, rows, numbers, rows.new_ones(numbers.shape))
+        by_expert = numbers.repeat_interleave(received, output_size=len(rows)).argsort(stable=True)
+        as_received = by_expert.argsort()
+        rows = _reordered(rows, by_expert, as_received)
+        counts = received.view(group.size(), -1).sum(0)
+    if len(rows):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = _grouped_linear(rows, held.gate_up_proj, ends, is_transposed=is_transposed)
+        rows = held._apply_gate(rows)
+        rows = _grouped_linear(rows, held.down_proj, ends, is_transposed=is_transposed)
     else:  # FSDP2 and the other ranks wait for the gradients of this rank too
-        rows = rows + sum(weight.sum() for weight in held.weights)
-    results = all_to_all(rows, receives, sends, group)[order.argsort()]
-    return (results.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        rows = rows + sum(weight.sum() for weight in (held.gate_up_proj, held.down_proj))
+    if group is not None:
+        rows = _reordered(rows, as_received, by_expert)
+        rows = all_to_all(rows, receives, sends, group)
+    rows = _reordered(rows, order.argsort(), order).view(*index.shape, -1)  # [N, k, hidden]
+    dtype = torch.result_type(rows, weights)
+    combined = weights.unsqueeze(1).to(dtype) @ rows.to(dtype)  # [N, 1, hidden]
+    return combined.sum(1).to(hidden.dtype)
+
+
+def _reordered(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return rows[order]; the gradient of plain indexing takes a third copy, of zeros."""
+    reordered: torch.Tensor = _Reordered.apply(rows, order, inverse)
+    return reordered
+
+
+class _Reordered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        context.order, context.inverse = order, inverse
+        return rows[order]
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return _reordered(gradients[0], context.inverse, context.order), None, None
 
 
 def _count_rows(
@@ -77,16 +125,14 @@ class _Held:
 
     def __init__(self, experts: nn.Module, num_ranks: int) -> None:
         self._experts = experts
-        self.weights: list[torch.Tensor] = []
         for name, parameter in experts.named_parameters(recurse=False):
             assert isinstance(parameter, DTensor)
             weight = parameter.to_local()
             if weight.requires_grad:
                 # FSDP2 averages over the ranks with these experts, not over all
                 weight.register_hook(lambda gradient: gradient / num_ranks)
-            self.weights.append(weight)
             setattr(self, name, weight)
-        self.num_experts = len(self.weights[0])
+            self.num_experts = len(weight)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)

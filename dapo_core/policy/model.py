@@ -27,7 +27,7 @@ from dapo_core.model.lora import base_name, first_values, is_adapter
 from dapo_core.model.names import FilePiece, file_pieces
 from dapo_core.model.sharding import first_row, local_part
 from dapo_core.model.tensors import OTHER_MODEL, weight_files
-from dapo_core.policy.experts import split_experts
+from dapo_core.policy.experts import install_experts, split_experts
 from dapo_core.policy.kernels import install_kernels
 from dapo_core.policy.requirements import freeze, trainable_model
 
@@ -60,6 +60,7 @@ def load_sharded(
     parallel = train.sequence_parallel, train.expert_parallel
     causal_lm = trainable_model(model_path, *parallel, stored, trust_remote_code, lora)
     install_kernels(causal_lm, train.fused_kernels, device)
+    install_experts(causal_lm)
     layers = decoder_layers(causal_lm)
     model = wrap(causal_lm).train(trainable)
     if lora is None:

@@ -63,20 +63,42 @@ def test_the_plan_matches_what_the_code_allocates(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("expert_parallel", [1, 16])
+def test_the_plan_counts_the_rows_of_tokens_that_go_to_experts(
+    expert_parallel: int, bench: ModuleType, tmp_path: Path
+) -> None:
+    """On long rows, eight copies of each token, one for each of its experts, are the peak."""
+    published = _with_two_layers("Qwen3-30B-A3B")
+    config = _long_rows(expert_parallel)
+    counts = bench.fake_policy.count(AutoConfig.for_model(**published), config, tmp_path)
+    counted = {phase: parts[bench.fake_policy.TOTAL] for phase, parts in counts.items()}
+    planned = bench.planned_bytes(config, published)
+    assert planned == pytest.approx(counted, rel=0.1)
+    rows = 8 * 32_832 * 2048 * 2  # experts x tokens x hidden x bytes
+    held = counts["old_log_probs"]["Activation"]
+    assert 2 * rows < held < 3 * rows  # never more than two copies of them
+
+
+def _long_rows(expert_parallel: int) -> TrainingConfig:
+    return TrainingConfig.model_validate(
+        {
+            "data": {"max_prompt_tokens": 32_768},
+            "rollout": {"max_response_tokens": 64},
+            "train": {
+                "num_ranks": 16,
+                "expert_parallel": expert_parallel,
+                "dtype": "bfloat16",
+                "micro_batch_tokens": 32_832,
+            },
+        }
+    )
+
+
+@pytest.mark.slow
 def test_the_plan_counts_what_a_tower_allocates(bench: ModuleType, tmp_path: Path) -> None:
     """With long prompts, its pass is the peak of old log-probs."""
     published = _with_two_layers("Qwen3-VL-30B-A3B")
-    sections = {
-        "data": {"max_prompt_tokens": 32_768},
-        "rollout": {"max_response_tokens": 64},
-        "train": {
-            "num_ranks": 16,
-            "expert_parallel": 16,
-            "dtype": "bfloat16",
-            "micro_batch_tokens": 32_832,
-        },
-    }
-    config = TrainingConfig.model_validate(sections)
+    config = _long_rows(expert_parallel=16)
     counts = bench.fake_policy.count(AutoConfig.for_model(**published), config, tmp_path)
     counted = counts["old_log_probs"][bench.fake_policy.TOTAL]
     planned = bench.planned_bytes(config, published)["old_log_probs"]

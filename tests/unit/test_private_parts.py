@@ -184,6 +184,18 @@ def test_transformers_still_names_decoder_layers_skipped_tensors_and_packed_atte
     assert Qwen3ForCausalLM._supports_attention_backend is True
 
 
+def test_transformers_still_multiplies_rows_by_expert_with_the_attributes_of_experts() -> None:
+    from transformers.integrations.moe import _grouped_linear
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+    names = ["input", "weight", "offs", "bias", "is_transposed"]
+    assert parameters(_grouped_linear) == names
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 8, "num_experts": 2}
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
+    assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
+    assert parameters(experts._apply_gate) == ["gate_up_out"]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_transformers_routers_still_return_logits_scores_and_experts(family: str) -> None:
     import torch
