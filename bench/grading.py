@@ -4,7 +4,8 @@
 
 FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response,
 or an answer on one line, which is boxed), gold, label (1 or 0) and optionally finish_reason.
-`exact` is MathGrader as in `dapo eval`, without the time to start its process.
+`exact` is MathGrader as in `dapo eval`, without the time to start its process; the third rule is
+`mathruler`. tests/answers/mathruler.tsv has mathruler's own verdicts as labels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.extraction import extract_answer
-from eval.answers.grading import MathGrader
+from eval.answers.grading import MathGrader, by_mathruler
 from eval.problems.files import iterate_rows
 
 MAX_BARE_CHARS = 300
@@ -65,6 +66,11 @@ def exact(grader: MathGrader) -> Rule:
 def aisbench(row: LabelledRow) -> bool:
     """AISBench's string rule."""
     return is_equal_aisbench(extract_aisbench(row.response)[0], row.gold)
+
+
+def mathruler(row: LabelledRow) -> bool:
+    """mathruler's rule, without sympy."""
+    return by_mathruler(row.response, row.gold).is_right
 
 
 def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) -> None:
@@ -115,6 +121,7 @@ def main() -> None:
         rules = {
             "exact": lambda: exact(grader),
             "aisbench": lambda: aisbench,
+            "mathruler": lambda: mathruler,
         }
         for name in arguments.rules.split(","):
             measure(name, rules[name](), rows, arguments.show)

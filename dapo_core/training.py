@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from dapo_core.checkpoint.identity import training_identity
@@ -21,13 +21,19 @@ from dapo_core.checkpoint.resume import (
     require_same_training,
 )
 from dapo_core.cluster.restarts import Restarts, continued_from
-from dapo_core.config.engine_args import require_known
+from dapo_core.config.engine_args import MEDIA_LIMITS, media_limits, require_known
+from dapo_core.config.loading import changed
 from dapo_core.draw.backoff import Backoff
 from dapo_core.draw.prompts import Prompt, PromptStream
 from dapo_core.draw.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.errors import ConfigError
 from dapo_core.machine.stopping import StopRequest, raising_stopped
-from dapo_core.model.folder import require_model_folder, require_reference
+from dapo_core.model.folder import (
+    IMAGE_TOKEN,
+    read_config,
+    require_model_folder,
+    require_reference,
+)
 from dapo_core.model.precision import with_model_dtypes
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import with_model_sampling
@@ -84,12 +90,13 @@ def train(
         config = with_model_sampling(config, model_path)
         inputs = train_path, model_path, output_dir, held_out_path
         with heartbeat(lambda: "reading the training problems"):
-            stream, validation = _read_prompts(config, *inputs)
+            stream, validation, num_pictures = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
         draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
         identity |= {} if replay is None else {"replay": str(replay)}
         config = with_model_dtypes(config, model_path)
+        config = with_media_limits(config, model_path, num_pictures)
         with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:
@@ -122,8 +129,11 @@ def _read_prompts(
     model_path: Path,
     output_dir: Path,
     held_out_path: Path | None,
-) -> tuple[PromptStream, Validation]:
-    """Load all prompts, and check all input against the model and the scorers."""
+) -> tuple[PromptStream, Validation, int]:
+    """Load all prompts, and check all input against the model and the scorers.
+
+    Also returns the largest number of pictures in a prompt.
+    """
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
     require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
@@ -142,8 +152,9 @@ def _read_prompts(
                 "--held-out, or set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, model_path, tokenizer, config)
-    has_pictures = prompts.image_lengths or any(prompt.input.images for prompt in held_out)
-    if has_pictures and config.rollout.engine != "vllm":
+    shown = (len(prompt.input.images) for prompt in held_out)
+    num_pictures = max(prompts.max_pictures, *shown, 0)
+    if num_pictures and config.rollout.engine != "vllm":
         raise ConfigError(
             f"the problems have pictures, which rollout.engine={config.rollout.engine} does not "
             "read; set rollout.engine=vllm"
@@ -152,4 +163,16 @@ def _read_prompts(
     backoff = Backoff() if config.sampler.backoff else None
     order = config.run.seed, config.data.shuffle
     stream = PromptStream(prompts, *order, sets=prompts.sets, backoff=backoff)
-    return stream, Validation(config, held_out, tokenizer, output_dir)
+    return stream, Validation(config, held_out, tokenizer, output_dir), num_pictures
+
+
+def with_media_limits(
+    config: TrainingConfig, model_path: Path, num_pictures: int
+) -> TrainingConfig:
+    """Return the configuration with vLLM's limits of pictures, if the model reads them."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or IMAGE_TOKEN not in read_config(model_path):
+        return config
+    given: Any = rollout.engine_args.get(MEDIA_LIMITS, {})
+    limits = media_limits(given, num_pictures, f"rollout.engine_args.{MEDIA_LIMITS}")
+    return changed(config, {"rollout.engine_args": {**rollout.engine_args, MEDIA_LIMITS: limits}})

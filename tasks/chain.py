@@ -104,17 +104,19 @@ def evaluate_model(
             )
             link_stored_results(link.config, suite, folder)
         command = ""
-        if any(one.stored is None for one in suite):
-            with served(link, model, log_path) as (server, digest, model_folder):
-                files = benchmark_files(link.config)
-                missing = [
-                    one.benchmark(Path(data.path, files[one.name]), folder, model_folder)
-                    for one in suite
-                    if one.stored is None
-                ]
-                num_items = sum(len(one.evaluation_set.items) for one in missing)
+        files = benchmark_files(link.config)
+        asked = [
+            (one, one.asked(Path(data.path, files[one.name])))
+            for one in suite
+            if one.stored is None
+        ]
+        if asked:
+            items = [item for _, each in asked for item in each.items]
+            pictures = max(len(item.images) for item in items)
+            with served(link, model, log_path, pictures) as (server, digest, model_folder):
+                missing = [one.benchmark(each, folder, model_folder) for one, each in asked]
                 logger.info(
-                    "%s serves %s; evaluating %d items", server.base_url, server.model, num_items
+                    "%s serves %s; evaluating %d items", server.base_url, server.model, len(items)
                 )
                 evaluate_all(
                     missing,
@@ -131,9 +133,12 @@ def evaluate_model(
 
 @contextlib.contextmanager
 def served(
-    link: Link, model: Artifact | None, log_path: Path
+    link: Link, model: Artifact | None, log_path: Path, num_pictures: int
 ) -> Iterator[tuple[Server, str, Path | None]]:
-    """Yield server, digest and folder of a model, or of the baseline behind `base_url`."""
+    """Yield server, digest and folder of a model, or of the baseline behind `base_url`.
+
+    `num_pictures` as in `on_this_device`.
+    """
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         if baseline.failure:
@@ -141,7 +146,8 @@ def served(
         yield baseline.server, baseline.digest, served_folder(baseline.server)
         return
     name = served_name(model.digest)
-    with serve_model(model.path, link.config.served, log_path=log_path, name=name) as server:
+    settings = link.config.served
+    with serve_model(model.path, settings, log_path, name, num_pictures) as server:
         yield server, model.digest, Path(model.path)
 
 

@@ -1,15 +1,17 @@
-"""Checks of rollout.engine_args: arguments with a key of their own, and unknown ones."""
+"""Checks of rollout.engine_args: arguments with a key of their own, unknown ones, and limits."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dapo_core.errors import ConfigError
 
+MEDIA_LIMITS = "limit_mm_per_prompt"
 # Arguments that the project sets itself, and what to do instead.
 RESERVED = {
     "model": "use model.path",
@@ -66,3 +68,20 @@ def require_known(names: Collection[str]) -> None:
             raise ConfigError(
                 f"the installed vLLM has no engine argument {name} (rollout.engine_args); {hint}"
             )
+
+
+def media_limits(given: Mapping[str, Any], num_pictures: int, key: str) -> dict[str, Any]:
+    """Return vLLM's limits of media per prompt: as many pictures as a problem has, and no videos.
+
+    `given` are limits from the configuration key, which stay; raises ConfigError if they allow
+    fewer pictures.
+    """
+    image = given.get("image", {})
+    options = dict(image) if isinstance(image, Mapping) else {"count": image}
+    count = int(options.get("count", max(num_pictures, 1)))
+    if count < num_pictures:
+        raise ConfigError(
+            f"a problem has {num_pictures} pictures, but {key} allows {count} per prompt: raise "
+            f"its limit of images to {num_pictures}, or leave it out"
+        )
+    return {"video": 0, **given, "image": {**options, "count": count}}

@@ -73,6 +73,7 @@ class TokenizedPrompts:
             for batch, rows in zip(batches, pictured, strict=True)
             for images in batch["images"].filter(rows).to_pylist()
         ]
+        self.max_pictures = max(map(len, listed), default=0)  # of one prompt
         # tokens of each picture
         self.image_lengths = [num_tokens for images in listed for *_, num_tokens in images]
         is_long = self.lengths > max_prompt_tokens

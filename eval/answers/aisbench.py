@@ -126,10 +126,10 @@ def strip_latex(text: str) -> str | None:
     if len(sides) == 2 and len(sides[0]) <= 2:
         text = sides[1]
     text = re.sub(r"\\sqrt(\w+)", r"\\sqrt{\1}", text).replace(" ", "")
-    return _plain_fraction(_full_fractions(text))
+    return plain_fraction(full_fractions(text))
 
 
-def _full_fractions(text: str) -> str:
+def full_fractions(text: str) -> str:
     """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if one is cut off."""
     head, *pieces = text.split("\\frac")
     fixed = [head]
@@ -144,7 +144,7 @@ def _full_fractions(text: str) -> str:
     return "\\frac".join(fixed)
 
 
-def _plain_fraction(text: str) -> str | None:
+def plain_fraction(text: str) -> str | None:
     """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion raises."""
     sides = text.split("/")
     if len(sides) != 2:

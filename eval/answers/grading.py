@@ -1,4 +1,4 @@
-"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, scorers."""
+"""Graders: the exact rule beside AISBench's rules, multiple choice, log-likelihoods, scorers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from eval.answers.aisbench import extract_aisbench, is_equal_aisbench, without_t
 from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import Found, find_answer
 from eval.answers.latex import MAX_ANSWER_CHARS
+from eval.answers.mathruler import extract_mathruler, is_equal_mathruler, is_same
 from eval.answers.pool import CallFailed, Pool, StartFailed
 
 logger = logging.getLogger(__name__)
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
-GraderName = Literal["mathematics", "choice", "loglikelihood"]
+GraderName = Literal["mathematics", "geometry", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
+_VERSION = re.compile(r"/\d+")
 SCORER_RULES = "scorer-"  # prefix of the rules of evaluate.scorer
 # How servers say that the model ended the response itself, and that it was cut off: the letters
 # alone, in lower case. Any other reason says neither.
@@ -43,11 +45,12 @@ _CUT = frozenset(
 _MAX_FAILURES = 16  # of a scorer that never returned a score
 
 Comparison = Callable[[Found, str], bool]  # (answer found, gold) -> equal
+Published = Callable[[str, str], "AISBench"]  # (response without thinking, gold) -> verdict
 
 
 @dataclass
 class AISBench:
-    """The verdict of AISBench's rule, which ignores how the response ended."""
+    """The verdict of AISBench's rule for the benchmark, which ignores how the response ended."""
 
     answer: str
     is_right: bool
@@ -240,7 +243,7 @@ class MathGrader(Grader):
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes
         self._pool = Pool(
-            f"{__name__}:load_exact_rule",
+            f"{__name__}:load_comparisons",
             timeout_seconds=timeout_seconds,
             memory_bytes=memory_bytes,
         )
@@ -250,28 +253,41 @@ class MathGrader(Grader):
         self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
     ) -> Grade:
         """Grade a response under the limits; blocks until done."""
-        return grade(response, finish_reason, gold, is_chat, self._is_gold)
+        return self._grade(response, finish_reason, gold, is_chat, self._is_equal)
 
     def grade_quickly(
         self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
     ) -> Grade | None:
         """Grade a response if strings or plain numbers decide, else return None."""
         try:
-            return grade(response, finish_reason, item.gold, is_chat, _undecided)
+            return self._grade(response, finish_reason, item.gold, is_chat, _undecided)
         except _Undecided:
             return None
+
+    def _grade(
+        self,
+        response: str | None,
+        finish_reason: str | None,
+        gold: str,
+        is_chat: bool,
+        is_equal: Callable[[str, Any, str], bool],
+    ) -> Grade:
+        """`is_equal(name, answer, gold)` compares by one of `load_comparisons`."""
+        compare = functools.partial(is_equal, "exact")
+        return grade(response, finish_reason, gold, is_chat, compare, by_aisbench)
 
     def close(self) -> None:
         """Stop the process; rows still being graded in other threads become wrong."""
         self._pool.close()
 
-    def _is_gold(self, found: Found, gold: str) -> bool:
+    def _is_equal(self, name: str, answer: Any, gold: str) -> bool:
+        found = answer if isinstance(answer, Found) else Found((answer,), (), (), False)
         if len(gold) > MAX_ANSWER_CHARS or max(map(len, found.answers)) > MAX_ANSWER_CHARS:
             return False  # equal strings were already accepted
         if sum(map(len, found.boxes)) > MAX_ANSWER_CHARS:
             found = found._replace(boxes=())
         try:
-            return bool(self._pool.submit(tuple(found), gold).result())
+            return bool(self._pool.submit(name, tuple(found), gold).result())
         except CallFailed as error:
             logger.info("comparing %r with %r %s", found.answers[0][:100], gold, error)
             with self._lock:
@@ -285,16 +301,35 @@ class MathGrader(Grader):
             ) from None
 
 
+class GeometryGrader(MathGrader):
+    """The exact rule beside mathruler's, by which AISBench grades Geometry3K."""
+
+    rule = "exact/7+mathruler/1"
+
+    def _grade(
+        self,
+        response: str | None,
+        finish_reason: str | None,
+        gold: str,
+        is_chat: bool,
+        is_equal: Callable[[str, Any, str], bool],
+    ) -> Grade:
+        compare, by_value = (functools.partial(is_equal, name) for name in ("exact", "mathruler"))
+        published = functools.partial(by_mathruler, is_same_value=by_value)
+        return grade(response, finish_reason, gold, is_chat, compare, published)
+
+
 class _Undecided(Exception):
     """The exact rule is needed."""
 
 
-def _undecided(found: Found, gold: str) -> bool:
+def _undecided(name: str, answer: Any, gold: str) -> bool:
     raise _Undecided
 
 
 GRADERS: dict[GraderName, type[Grader]] = {
     "mathematics": MathGrader,
+    "geometry": GeometryGrader,
     "choice": ChoiceGrader,
     "loglikelihood": LikelihoodGrader,
 }
@@ -311,14 +346,19 @@ def grader_of(rule: str) -> GraderName:
             "eval` with the same "
             "settings to regrade stored responses without asking the model"
         )
-    kinds = {kind.rule.partition("/")[0]: name for name, kind in GRADERS.items()}
-    return kinds.get(rule.partition("/")[0], "mathematics")
+    kinds = {_VERSION.sub("", kind.rule): name for name, kind in GRADERS.items()}
+    return kinds.get(_VERSION.sub("", rule), "mathematics")
 
 
-def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
-    """Return the comparison for a grading process, with mpmath already loaded."""
+def load_comparisons() -> Callable[[str, tuple[Any, ...], str], bool]:
+    """Return the comparisons by name for a grading process, with mpmath already loaded."""
     is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
-    return lambda found, gold: is_gold_exact(Found(*found), gold)
+
+    def is_equal(name: str, answer: tuple[Any, ...], gold: str) -> bool:
+        found = Found(*answer)
+        return is_gold_exact(found, gold) if name == "exact" else is_same(found.answers[0], gold)
+
+    return is_equal
 
 
 def is_gold_exact(found: Found, gold: str) -> bool:
@@ -340,17 +380,32 @@ def is_gold_exact(found: Found, gold: str) -> bool:
     )
 
 
+def by_aisbench(response: str, gold: str) -> AISBench:
+    """Return the verdict of AISBench's rule for MATH."""
+    answer, raises = extract_aisbench(response)
+    return AISBench(answer, is_equal_aisbench(answer, gold), raises)
+
+
+def by_mathruler(
+    response: str, gold: str, is_same_value: Callable[[str, str], bool] = is_same
+) -> AISBench:
+    """Return the verdict of mathruler's rule; `is_same_value` compares two expressions."""
+    answer = extract_mathruler(response)
+    return AISBench(answer, is_equal_mathruler(answer, gold, is_same_value), raises=False)
+
+
 def grade(
     response: str | None,
     finish_reason: str | None,
     gold: str,
     is_chat: bool = False,
     is_gold: Comparison = is_gold_exact,
+    published: Published = by_aisbench,
 ) -> Grade:
     """Grade one response in this process, without limits; None stands for a failed request.
 
-    The exact rule always ignores thinking; AISBench's does so only for responses of a chat API
-    (`is_chat`).
+    The exact rule always ignores thinking; the published one does so only for responses of a chat
+    API (`is_chat`).
 
     A response stopped by the length limit or by the server is `truncated` whatever it contains: a
     box halfway through a solution is not the answer the model would have given. Without a finish
@@ -359,8 +414,7 @@ def grade(
     """
     if response is None:
         return _REQUEST_FAILED
-    aisbench_answer, raises = extract_aisbench(without_thinking(response) if is_chat else response)
-    aisbench = AISBench(aisbench_answer, is_equal_aisbench(aisbench_answer, gold), raises)
+    aisbench = published(without_thinking(response) if is_chat else response, gold)
     found = find_answer(response)
     answer = found.answers[0] if found.answers else None
     return Grade(answer, _verdict(is_gold, found, finish_reason, gold), aisbench)

@@ -222,7 +222,7 @@ def notes(comparison: Comparison) -> list[str]:
         )
     elif (aisbench.p < SIGNIFICANCE) != comparison.is_significant:
         found.append(
-            "The graders disagree: under AISBench's string rule the change is "
+            "The graders disagree: under AISBench's rule the change is "
             f"{points(aisbench.difference)} points (95 % interval "
             f"{points_interval(aisbench.ci95)}, p {format_p(aisbench.p)})."
         )

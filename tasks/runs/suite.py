@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import link_or_copy
+from eval.problems.items import EvaluationSet
 from eval.problems.pictures import IMAGES
 from eval.requests.recorder import Benchmark
 from eval.results.rows import SUMMARY_FILE, ResultsError
@@ -40,9 +41,13 @@ class PlannedBenchmark:
         """Its results folder in the stage output."""
         return output / self.name
 
-    def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
+    def asked(self, problems: Path) -> EvaluationSet:
+        """The items of its file. Raises ProblemsError."""
+        return set_of(self.settings, problems)
+
+    def benchmark(self, asked: EvaluationSet, output: Path, model_folder: Path | None) -> Benchmark:
         """The benchmark to evaluate; `model_folder` as in `sampling_of`. Raises ProblemsError."""
-        asked, folder = set_of(self.settings, problems), self.folder(output)
+        folder = self.folder(output)
         found = benchmark_of(self.settings, asked, folder, self.name, model_folder)
         return replace(found, earlier=self.earlier)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -11,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dapo_core.config.engine_args import media_limits
 from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
 from dapo_core.machine.environment import PASSIVE_WAITING
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
@@ -26,6 +28,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_PREFILL_TOKENS = 8192  # per step of a CPU server
+MEDIA_OPTION = "--limit-mm-per-prompt"
 MAX_UNBOUND_CORES = 8  # with more, a worker process that binds threads is worth its start
 
 
@@ -79,17 +82,20 @@ def _adapter_options(adapter: Adapter, name: str) -> list[str]:
     return [*options, "--lora-target-modules", *adapter.lora.targets]
 
 
-def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConfig:
+def on_this_device(
+    settings: ServeConfig, model: Mapping[str, Any], num_pictures: int | None = None
+) -> ServeConfig:
     """The settings; on a CPU without chunked prefill, and in float32 if that is faster.
 
     `model` is the content of config.json. If it reads pictures, no memory is planned for videos,
-    which nothing sends.
+    which nothing sends, and none for more pictures in a prompt than `num_pictures`, if known.
+    Raises ConfigError if serve.extra_args allow fewer.
 
     vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use
     offset". Its own dtype `auto` is half precision on every CPU.
     """
     if IMAGE_TOKEN in model:
-        extra = ("--limit-mm-per-prompt", '{"video": 0}', *settings.extra_args)
+        extra = (*_media_options(settings.extra_args, num_pictures), *settings.extra_args)
         settings = settings.model_copy(update={"extra_args": extra})
     if vllm_device().kind != "cpu":
         return settings
@@ -101,6 +107,20 @@ def on_this_device(settings: ServeConfig, model: Mapping[str, Any]) -> ServeConf
     whole = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens))
     changes = {"extra_args": (*whole, *settings.extra_args)}
     return settings.model_copy(update={**changes, **({"dtype": "float32"} if is_slow else {})})
+
+
+def _media_options(words: Sequence[str], num_pictures: int | None) -> list[str]:
+    """The limits of media per prompt, unless the words of serve.extra_args have them."""
+    given: Any = {}
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == MEDIA_OPTION:
+            with contextlib.suppress(ValueError, IndexError):  # vLLM explains what it cannot read
+                given = json.loads(value or words[place + 1])
+    limits = {"video": 0}
+    if num_pictures is not None and isinstance(given, dict):
+        limits = media_limits(given, num_pictures, f"serve.extra_args {MEDIA_OPTION}")
+    return [] if given else [MEDIA_OPTION, json.dumps(limits)]
 
 
 def served_name(digest: str) -> str:

@@ -59,9 +59,15 @@ class Server(Endpoint):
 
 @contextlib.contextmanager
 def serve_model(
-    model_path: str | Path, settings: ServeConfig, log_path: Path, name: str = SERVED_NAME
+    model_path: str | Path,
+    settings: ServeConfig,
+    log_path: Path,
+    name: str = SERVED_NAME,
+    num_pictures: int | None = None,
 ) -> Iterator[Server]:
     """Yield a healthy server that serves the model as `name`; it is stopped after the block.
+
+    `num_pictures` as in `on_this_device`.
 
     A server is healthy once it lists the model and has completed one token. Raises ModelError
     before starting if the folder cannot be served. Raises ServeError, quoting the server's output,
@@ -69,7 +75,7 @@ def serve_model(
     ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = on_this_device(settings, read_config(full_model(model_path)))
+    settings = on_this_device(settings, read_config(full_model(model_path)), num_pictures)
     deadline = time.monotonic() + settings.startup_seconds
     api_key = secrets.token_urlsafe(24)
     add_secret(api_key)

@@ -233,7 +233,7 @@ def test_geometry3k_is_asked_as_published(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(found), tmp_path / "test.parquet")
     asked = load_set(tmp_path / "test.parquet", "geometry3k", pictures=tmp_path)
-    assert (len(asked.items), asked.grader, asked.template.name) == (601, "mathematics", "geo3k")
+    assert (len(asked.items), asked.grader, asked.template.name) == (601, "geometry", "geo3k")
     assert asked.items[7].prompt[0]["content"] == (  # type: ignore[index]
         "<image>Find 7. You FIRST think about the reasoning process as an internal monologue and "
         "then provide the final answer. The reasoning process MUST BE enclosed within <think> "

@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.checkpoint.state import GROUPS_FILE
+from dapo_core.config.loading import changed
 from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.demo.warm_start import build_model
 from dapo_core.errors import ConfigError
 from dapo_core.memory.shape import shape_of
 from dapo_core.metrics.log import METRICS_FILE
-from dapo_core.training import train
+from dapo_core.training import _read_prompts, train, with_media_limits
 from durable import read_json_lines
 from flows.config import Config, load_config, resolve_config
 from tasks.data.prepare import build_dataset
@@ -105,6 +106,19 @@ def test_an_engine_that_reads_no_pictures_is_refused_before_it_starts(folder: Pa
     config = config.model_copy(update={"rollout": rollout})
     with pytest.raises(ConfigError, match=r"have pictures, which rollout\.engine=hf does not"):
         train(config, folder / "data/train.parquet", folder / "model", folder / "refused")
+
+
+def test_an_engine_takes_as_many_pictures_in_a_prompt_as_a_problem_has(folder: Path) -> None:
+    config, inputs = _config(folder), (folder / "data/train.parquet", folder / "model")
+    *_, num_pictures = _read_prompts(config, *inputs, folder / "limits", None)
+    limited = with_media_limits(config, folder / "model", num_pictures)
+    expected = {"video": 0, "image": {"count": 2}}
+    assert limited.rollout.engine_args == {"limit_mm_per_prompt": expected}
+    given = {"limit_mm_per_prompt": {"image": 1}}
+    config = changed(config, {"rollout.engine_args": given})
+    message = r"2 pictures, but rollout\.engine_args\.limit_mm_per_prompt allows 1 per prompt"
+    with pytest.raises(ConfigError, match=message):
+        train(config, *inputs, folder / "refused")
 
 
 def test_engine_and_policy_agree_on_pictures_after_every_update_and_a_resume(folder: Path) -> None:

@@ -1,10 +1,13 @@
-"""The exact rule on labelled tables, and AISBench's on verdicts computed by hand."""
+"""The exact rule on labelled tables, AISBench's for MATH on verdicts computed by hand, and its rule
+for Geometry3K on verdicts of mathruler 0.1.0 with sympy 1.14 and pylatexenc 2.11.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import time
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -14,8 +17,10 @@ import pytest
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
 from eval.answers.extraction import extract_boxed
-from eval.answers.grading import ChoiceGrader, Grade, grade, parse_number
+from eval.answers.grading import ChoiceGrader, GeometryGrader, Grade, grade, parse_number
+from eval.answers.mathruler import extract_mathruler, is_equal_mathruler
 from eval.problems.evaluation_sets import load_set
+from eval.problems.items import Item
 from tests.labelled import rows
 
 # Only predictions may omit a base or brackets, or add an option's text.
@@ -151,6 +156,54 @@ def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
 )
 def test_aisbench_extraction(text: str, answer: str, raises: bool) -> None:
     assert extract_aisbench(text) == (answer, raises)
+
+
+def test_the_rule_for_geometry3k_has_mathrulers_verdicts() -> None:
+    """Rows with a reason are those where it differs."""
+    table = rows("mathruler")
+    assert len(table) == 300
+    for row in table:
+        verdict = is_equal_mathruler(row["prediction"], row["gold"])
+        assert (verdict == (row["label"] == "1")) == (not row["reason"]), row
+
+
+def test_the_rule_for_geometry3k_reads_hostile_answers_in_bounded_time() -> None:
+    hostile = (
+        "9" * 5000,
+        "(" * 3000 + "1",
+        "\\sqrt" * 3000,
+        "\\frac{1}" * 1000,
+        "-" * 3000 + "1",
+        "1e999999999x",
+        "x" * 4000,
+        "{" * 4000,
+        "9^9" + "*9^9" * 900,
+    )
+    started = time.process_time()
+    for answer in hostile:
+        assert not is_equal_mathruler(answer, "5 \\sqrt { 3 }")
+        assert not is_equal_mathruler(answer, "x+1")
+    assert time.process_time() - started < 5
+
+
+def test_geometry3k_is_graded_by_value_beside_mathrulers_rule() -> None:
+    cases = [
+        ("\\boxed{5\\sqrt{3}}", "5 \\sqrt { 3 }", "stop", ("right", True)),
+        ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}", "stop", ("right", False)),  # not reduced
+        ("\\boxed{\\sqrt{169}}", "13", "stop", ("right", False)),  # not written as an integer
+        ("\\boxed{\\sqrt{75}}", "5 \\sqrt { 3 }", "length", ("truncated", True)),
+        ("the answer is 13", "13", "stop", ("right", False)),  # no box
+        ("<think>\\boxed{13}</think> none", "13", "stop", ("no_answer", False)),
+    ]
+    with GeometryGrader() as grader:
+        for response, gold, reason, expected in cases:
+            item = Item("0", "?", gold)
+            graded = grader.grade_quickly(response, reason, item, True)
+            graded = graded or grader.grade_item(response, reason, item, True)
+            assert (graded.verdict, is_right_by_aisbench(graded)) == expected, response
+        assert grader.num_killed == 0
+    assert extract_mathruler("\\boxed{1} or \\boxed{ {2} }.") == "{2}"
+    assert extract_mathruler("\\boxed{1} or \\boxed{2") == "None"
 
 
 def is_right_by_aisbench(graded: Grade) -> bool:

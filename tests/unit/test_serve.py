@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from dapo_core.config.fields import result_values
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
-from dapo_core.errors import ModelError
+from dapo_core.errors import ConfigError, ModelError
 from dapo_core.machine.device import device_for
 from tasks.config.serve import ServeConfig
 from tasks.serve_model import command as serving
@@ -131,6 +131,22 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
     )
     pictured = on_this_device(settings, {"image_token_id": 7}).extra_args
     assert [*pictured[added:-1]] == ["--limit-mm-per-prompt", '{"video": 0}']
+
+
+def test_a_server_takes_as_many_pictures_in_a_prompt_as_its_problems_have() -> None:
+    def limits(num_pictures: int, *words: str) -> list[str]:
+        settings = ServeConfig(extra_args=words)
+        found = on_this_device(settings, {"image_token_id": 7}, num_pictures).extra_args
+        return [word for word in found if word.startswith("{")]
+
+    option = "--limit-mm-per-prompt"
+    assert limits(3) == ['{"video": 0, "image": {"count": 3}}']
+    assert limits(0) == ['{"video": 0, "image": {"count": 1}}']  # for the probe of a sync
+    assert limits(2, option, '{"image": 2}') == ['{"image": 2}']
+    assert limits(2, option, '{"image": {"width": 64}}') == ['{"image": {"width": 64}}']
+    message = r"3 pictures, but serve\.extra_args --limit-mm-per-prompt allows 2 per prompt"
+    with pytest.raises(ConfigError, match=message):
+        limits(3, option + '={"image": 2}')
 
 
 def test_the_logged_command_can_be_typed_and_contains_no_key() -> None:

@@ -211,6 +211,7 @@ TRAINING_SETS = (
         num_items=601,
         scorer="geo3k",
         template="geo3k",
+        grader="geometry",
     ),
 )
 ARITHMETIC = ProblemSet(
