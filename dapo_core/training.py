@@ -95,8 +95,7 @@ def train(
         identity = training_identity(config, stream.digest, model_path)
         draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
         identity |= {} if replay is None else {"replay": str(replay)}
-        config = with_model_dtypes(config, model_path)
-        config = with_media_limits(config, model_path, num_pictures)
+        config = with_media_limits(with_model_dtypes(config, model_path), model_path, num_pictures)
         with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:

@@ -342,13 +342,19 @@ class TrainingConfig(Section):
         rollout, device = self.rollout, self.train.device
         if self.algorithm.routing_replay != "rollout" or rollout.engine == "hf":
             return self
-        if device != "cpu" or rollout.pipeline_parallel > 1 or rollout.speculation != "off":
+        if rollout.pipeline_parallel > 1 or rollout.speculation != "off":
             raise ValueError(
-                f"algorithm.routing_replay=rollout with train.device={device}, "
-                f"rollout.pipeline_parallel={rollout.pipeline_parallel} and "
-                f"rollout.speculation={rollout.speculation}: vLLM's routing is recorded on a CPU "
-                "alone, in one pipeline stage and without drafts; set routing_replay=policy, or "
-                "rollout.engine=hf"
+                f"algorithm.routing_replay=rollout with rollout.pipeline_parallel="
+                f"{rollout.pipeline_parallel} and rollout.speculation={rollout.speculation}: the "
+                "routing of vLLM is known in one pipeline stage and without drafts; set "
+                "routing_replay=policy, or rollout.engine=hf"
+            )
+        if device == "npu" or (device != "cpu" and rollout.tensor_parallel > 1):
+            raise ValueError(
+                f"algorithm.routing_replay=rollout with train.device={device} and "
+                f"rollout.tensor_parallel={rollout.tensor_parallel}: vLLM returns routed experts "
+                "to the first process of an engine, and vllm-ascend 0.23 not of every kind of "
+                "routing; set routing_replay=policy, or train on cuda with tensor_parallel=1"
             )
         return self
 

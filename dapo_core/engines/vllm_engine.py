@@ -29,7 +29,12 @@ from dapo_core.engines.base import (
     Row,
     Sequences,
 )
-from dapo_core.engines.vllm_routing import VllmRouting
+from dapo_core.engines.vllm_routing import (
+    RETURNED,
+    RecordedRouting,
+    ReturnedRouting,
+    returns_routing,
+)
 from dapo_core.engines.vllm_warnings import hide_expected_warnings
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.machine.device import device_for
@@ -99,14 +104,19 @@ class VllmEngine(Engine):
         # vLLM computes prompt log-probs in the last stage only, which the first parts belong to.
         self._is_last_stage = part is None or part.rank < settings.tensor_parallel
         self._engine = _start(model_path, settings, seed, self._max_tokens, part)
-        self._routing = VllmRouting(self._engine) if settings.records_routing else None
+        self._routing: ReturnedRouting | RecordedRouting | None = None
+        if settings.records_routing:
+            device = str(self._engine.vllm_config.device_config.device_type)
+            kind = ReturnedRouting if returns_routing(device) else RecordedRouting
+            self._routing = kind(self._engine)
 
     def _queue(self, row: Row) -> None:
-        request, settings = row.request, self.settings
+        request, settings, options = row.request, self.settings, dict[str, int]()
         sampling = request.sampling or settings.sampling
         token_ids = [*request.prompt.token_ids, *row.response_ids]
         if self._routing is not None:
             row.routing = self._routing.begin(request.request_id, token_ids, request.routing)
+            options = self._routing.parameters(request.routing)
         self._add(
             request.request_id,
             request.prompt,
@@ -116,6 +126,7 @@ class VllmEngine(Engine):
             max_tokens=settings.max_response_tokens - len(request.response_ids),
             stop_token_ids=self._stop_ids,
             logprobs=0,
+            **options,
         )
 
     def step(self) -> list[Response]:
@@ -127,11 +138,11 @@ class VllmEngine(Engine):
             self.num_decoded += len(new.token_ids)
             self.num_passes += 1
             if output.finished:
+                if self._routing is not None:
+                    self._routing.finish(output.request_id, new.routed_experts)
                 del self._rows[output.request_id]
                 reason: FinishReason = "length" if new.finish_reason == "length" else "stop"
                 responses.append(row.response(reason))
-        if self._routing is not None:
-            self._routing.end([response.request_id for response in responses])
         return responses
 
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -406,6 +417,8 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
             arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
             if (mode := device_for(device).graph_mode) is not None:
                 arguments["compilation_config"] = {"cudagraph_mode": mode}
+    if settings.records_routing and returns_routing(device):
+        arguments[RETURNED] = True
     if settings.speculation != "off":
         arguments["speculative_config"] = speculative_arguments(settings)
     return {**arguments, **settings.engine_args}

@@ -1,12 +1,13 @@
-"""Records the experts that vLLM's routers choose, in this process.
+"""The experts that vLLM's routers choose: returned by vLLM, or recorded in this process.
 
-vLLM has no public way on a CPU: enable_return_routed_experts needs a model runner with Triton.
-test_private_parts.py guards the names.
+vLLM returns them if its model runner is the second one, which needs Triton. Without Triton, as on a
+CPU, there is no public way. test_private_parts.py guards the names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,62 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from dapo_core.model.routers import Experts, RoutingRecord
+from dapo_core.model.routers import Experts, RoutingRecord, first_open
+
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+RETURNED = "enable_return_routed_experts"  # of EngineArgs
+
+
+def returns_routing(device: str) -> bool:
+    """True if vLLM returns routed experts on the device; on a CPU it needs a Triton for CPUs."""
+    return device != "cpu" or os.environ.get(SECOND_RUNNER) == "1"
+
+
+class ReturnedRouting:
+    """The routing that vLLM returns with a finished request, also of tokens in its prefix cache."""
+
+    def __init__(self, engine: Any) -> None:
+        self._processor = engine.output_processor
+        self._layers: list[int] = engine.apply_model(_routed_layers)[0]
+        self._records: dict[str, tuple[RoutingRecord, int]] = {}
+
+    def begin(self, request_id: str, _: Sequence[int], earlier: Experts) -> RoutingRecord:
+        """Return the record of a new request; vLLM returns rows from its first open token on."""
+        record, first = RoutingRecord(earlier), first_open(earlier)
+        self._records[request_id] = record, first
+        return record
+
+    def parameters(self, earlier: Experts) -> dict[str, int]:
+        """Return what SamplingParams need for these rows."""
+        return {"routed_experts_prompt_start": first_open(earlier)}
+
+    def finish(self, request_id: str, returned: NDArray[Any] | None) -> None:
+        """Record the rows [n, all layers, K] of a finished request."""
+        record, first = self._records.pop(request_id, (None, 0))
+        if record is not None and returned is not None:
+            record.put(first, returned[:, self._layers].astype(np.uint8))
+
+    def end(self, request_ids: Collection[str]) -> None:
+        """Record the rows of requests so far, which are about to be aborted.
+
+        vLLM returns none of a request that it aborts, so this reads its parts.
+        """
+        for request_id in request_ids:
+            for internal_id in self._processor.external_req_ids.get(request_id, ()):
+                parts = self._processor.request_states[internal_id].routed_experts_chunks
+                self.finish(request_id, np.concatenate(parts) if parts else None)
+            self._records.pop(request_id, None)
+
+    def forget_prefixes(self) -> None:
+        """Nothing is kept here: vLLM forgets the routing of prompt blocks with the blocks."""
+
+
+def _routed_layers(model: Any) -> list[int]:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    return sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
 
 
 @dataclass(frozen=True)
@@ -25,7 +80,7 @@ class _Request:
     computed: RoutingRecord  # of the input under the current weights, even if the record is older
 
 
-class VllmRouting:
+class RecordedRouting:
     """The routing of unfinished requests, and of prompt blocks in vLLM's prefix cache.
 
     vLLM does not compute tokens in its prefix cache again; their routing is that of the request
@@ -44,6 +99,14 @@ class VllmRouting:
         record = RoutingRecord(earlier)
         self._requests[request_id] = _Request(token_ids, record, RoutingRecord())
         return record
+
+    def parameters(self, _: Experts) -> dict[str, int]:
+        """Return what SamplingParams need: nothing."""
+        return {}
+
+    def finish(self, request_id: str, _: NDArray[Any] | None) -> None:
+        """Stop recording the request."""
+        self._requests.pop(request_id, None)
 
     def end(self, request_ids: Collection[str]) -> None:
         """Stop recording these requests."""

@@ -93,6 +93,11 @@ def expert_modules(causal_lm: nn.Module) -> list[Any]:
     return [causal_lm.get_submodule(name) for name in sorted(names)]
 
 
+def is_gated(experts: Any) -> bool:
+    """True if the experts are gated MLPs without biases, the only ones that the policy computes."""
+    return bool(getattr(experts, "has_gate", False) and not experts.has_bias)
+
+
 def match_files(
     tensors: Mapping[str, torch.Tensor], file_names: Collection[str]
 ) -> tuple[dict[str, torch.Size], list[str], list[str]]:

@@ -46,13 +46,18 @@ def unknown(num_tokens: int, shape: Sequence[int]) -> Experts:
     return np.full((num_tokens, *shape), UNKNOWN_EXPERT, np.uint8)
 
 
+def first_open(earlier: Experts) -> int:
+    """Return the number of tokens whose experts stay; an interrupted last one was not computed."""
+    return max(len(earlier) - 1, 0)
+
+
 class RoutingRecord:
     """The experts of a sequence's tokens as an engine computes them, in any number of parts."""
 
     def __init__(self, earlier: Experts = NO_ROUTING) -> None:
         """`earlier`: recorded before an interruption. It stays, except for its last token, which
         had not been computed."""
-        self._num_fixed = max(len(earlier) - 1, 0)
+        self._num_fixed = first_open(earlier)
         self._shape = earlier.shape[1:]
         self._bytes = bytearray(earlier[: self._num_fixed].tobytes())
 

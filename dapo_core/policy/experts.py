@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dapo_core.model.names import expert_modules
+from dapo_core.model.names import expert_modules, is_gated
 from dapo_core.policy.all_to_all import all_to_all
 
 if TYPE_CHECKING:
@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 def install_experts(causal_lm: Any) -> None:
     """Replace transformers' forward of all experts, which holds twice as many rows of tokens."""
     for experts in expert_modules(causal_lm):
-        if is_replaceable(experts):
+        if is_gated(experts):
             experts.ranks = None
             experts.forward = partial(run_experts, experts)
-
-
-def is_replaceable(experts: Any) -> bool:
-    """True if the experts are gated MLPs without biases, as `run_experts` computes them."""
-    return getattr(experts, "has_gate", False) and not experts.has_bias
 
 
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.model.lora import add_adapters
-from dapo_core.model.names import expert_modules, is_of_tower
+from dapo_core.model.names import expert_modules, is_gated, is_of_tower
 from dapo_core.model.pretrained import empty_causal_lm, load_model_config, reads_pictures
 from dapo_core.model.routers import ROUTERS, UNKNOWN_EXPERT, routers_of
 from dapo_core.model.tensors import require_original_weights, require_same_tensors
-from dapo_core.policy.experts import is_replaceable
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +165,7 @@ def _require_even_experts(model: nn.Module, expert_parallel: int) -> None:
     if expert_parallel == 1:
         return
     name = model.config.model_type  # type: ignore[union-attr]
-    modules = [each for each in expert_modules(model) if is_replaceable(each)]
+    modules = [each for each in expert_modules(model) if is_gated(each)]
     if not modules:
         raise ModelError(
             f"train.expert_parallel={expert_parallel}, but {name} has no experts that can be "

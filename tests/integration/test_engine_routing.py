@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo_core.engines.base import Engine, GenerationRequest, Response
 from dapo_core.engines.factory import build_engine
+from dapo_core.engines.vllm_routing import RecordedRouting
 from dapo_core.model.folder import SINGLE_FILE
 from dapo_core.model.inputs import ModelInput
 from dapo_core.model.routers import UNKNOWN_EXPERT, Experts, routers_of
@@ -93,7 +94,7 @@ def test_siblings_share_the_routing_of_a_prompt_in_the_prefix_cache(
     engine.submit(_requests())
     _require_routing(_finish(engine), models[0])
     recorder: Any = getattr(engine, "_routing", None)
-    if hasattr(recorder, "forget_prefixes"):  # vLLM does compute no cached block again
+    if isinstance(recorder, RecordedRouting):  # vLLM computes no cached block again
         recorder.forget_prefixes()
         engine.submit(_requests()[:1])
         (response,) = _finish(engine).values()

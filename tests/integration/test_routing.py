@@ -299,15 +299,21 @@ def test_a_replay_without_an_anchor_pass_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "train"), [({"pipeline_parallel": 2}, {}), ({}, {"device": "cuda"})]
+    ("rollout", "device", "message"),
+    [
+        ({"pipeline_parallel": 2}, "cpu", "in one pipeline stage and without drafts"),
+        ({"tensor_parallel": 2}, "cuda", "to the first process of an engine"),
+        ({}, "npu", "vllm-ascend"),
+    ],
 )
-def test_a_replay_of_an_engine_that_records_nothing_is_refused(
-    rollout: dict[str, Any], train: dict[str, Any]
+def test_a_replay_of_an_engine_whose_routing_is_unknown_is_refused(
+    rollout: dict[str, Any], device: str, message: str
 ) -> None:
-    replay = {"routing_replay": "rollout"}
-    with pytest.raises(ValidationError, match="routing is recorded on a CPU alone"):
+    replay, train = {"routing_replay": "rollout"}, {"device": device}
+    with pytest.raises(ValidationError, match=message):
         make_config(algorithm=replay, rollout={"engine": "vllm", **rollout}, train=train)
-    make_config(algorithm=replay, rollout={"engine": "vllm"})
+    for kind in ("cpu", "cuda"):
+        make_config(algorithm=replay, rollout={"engine": "vllm"}, train={"device": kind})
 
 
 def test_a_dense_model_is_refused_instead_of_trained_without_its_auxiliary_loss(

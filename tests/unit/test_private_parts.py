@@ -151,6 +151,21 @@ def test_vllm_still_shows_the_experts_of_a_step_and_the_order_of_its_requests() 
 
 
 @pytest.mark.slow
+def test_vllm_still_returns_experts_by_layer_of_the_model() -> None:
+    from vllm import EngineArgs, SamplingParams
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+    from vllm.outputs import CompletionOutput
+
+    from dapo_core.engines.vllm_routing import RETURNED
+
+    assert RETURNED in EngineArgs.__dataclass_fields__
+    assert "routed_experts" in CompletionOutput.__dataclass_fields__
+    assert "routed_experts_prompt_start" in SamplingParams.__struct_fields__
+    source = inspect.getsource(routed_experts_capturer.bind_routed_experts_capturer)
+    assert "partial(capturer.capture, module.layer_id)" in source
+
+
+@pytest.mark.slow
 def test_peft_still_switches_adapters_off_by_this_flag() -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -148,7 +148,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     # copied from another step
     (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), [], 0))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 
     def start_cluster(*_: object) -> None:
@@ -190,7 +190,7 @@ def test_a_restart_skips_damaged_checkpoints(
         (folder / "step_000010" / "__0_0.distcp").write_text("torn\n")
         raise DEATH
 
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), [], 0))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
     monkeypatch.setattr("dapo_core.cluster.start.start_cluster", start_cluster)
     config = make_config(model_path, train={"total_steps": 40, "restart_delay_seconds": 0.0})
