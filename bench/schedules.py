@@ -72,13 +72,20 @@ def main() -> None:
             run_command(command, log_path=folder / "stages.log", label=str(words[0]))
         print("| " + " | ".join(HEADERS) + " |\n" + "|---" * len(HEADERS) + "|")
         for schedule, keys in SCHEDULES.items():
-            outcomes = []
+            outcomes: list[Outcome] = []
             for seed in range(arguments.seeds):
                 changes = [*keys, f"run.seed={seed}", f"train.total_steps={arguments.steps}"]
                 changes += _cores() if arguments.share else []
                 output = folder / f"{len(outcomes)}_{keys[-1]}"
                 words = [word for change in changes for word in ("--set", change)]
-                paths = ["--data", data / "train.parquet", "--model", model, "--output", output]
+                paths: list[str | Path] = [
+                    "--data",
+                    data / "train.parquet",
+                    "--model",
+                    model,
+                    "--output",
+                    output,
+                ]
                 paths += ["--held-out", data / "eval.parquet"]
                 began = time.monotonic()
                 command = dapo_command("train", recipe, *paths, *shared, *words)
