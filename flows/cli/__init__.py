@@ -44,7 +44,7 @@ GROUPS = {
         "export",
     ),
     "Data and models": ("datasets", "merge", "serve"),
-    "Evaluation": ("eval", "grade", "compare", "accept"),
+    "Evaluation": ("eval", "grade", "compare"),
     "Operation": ("up", "down", "doctor", "cluster"),
 }
 

@@ -130,7 +130,9 @@ def run(
     overrides: SetOption = None,
     is_accepted: Annotated[
         bool,
-        typer.Option("--accept", help="Record what dapo accept needs: 100 steps, all comparable."),
+        typer.Option(
+            "--accept", help="Record what dapo runs accept needs: 100 steps, all comparable."
+        ),
     ] = False,
 ) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report.

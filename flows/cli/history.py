@@ -107,8 +107,8 @@ def show(
     print_run(found, before, changes, report)
 
 
-@app.command(
-    epilog="Example: dapo accept latest --reference 84.2",
+@runs_app.command(
+    epilog="Example: dapo runs accept latest --reference 84.2",
     short_help="Fill in the acceptance form of a run from its records.",
 )
 def accept(

@@ -195,7 +195,7 @@ def test_a_run_for_acceptance_has_a_hundred_comparable_steps(tmp_path: Path) -> 
 
 
 def _accept(store: Path, run: str, *options: str) -> Any:
-    return CliRunner().invoke(app, ["accept", run, "--store", str(store), *options])
+    return CliRunner().invoke(app, ["runs", "accept", run, "--store", str(store), *options])
 
 
 def test_the_command_fills_in_finished_and_unfinished_runs(tmp_path: Path) -> None:
