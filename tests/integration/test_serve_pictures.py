@@ -36,7 +36,7 @@ def test_answers_depend_on_the_pictures(tmp_path: Path) -> None:
         dtype="float32", max_model_len=256, max_num_seqs=4, memory_gigabytes=0.1, eager=True
     )
     model = build_tiny_vision(tmp_path / "model")
-    with serve_model(model, settings, tmp_path / "serve.log", name="m") as server:
+    with serve_model(model, settings, tmp_path / "serve.log", "m", num_pictures=2) as server:
         output = tmp_path / "results"
         summary = evaluate(EvaluationSet(items), server, Sampling(max_tokens=12), output)
     assert summary.request_failed_rate == 0.0
