@@ -46,10 +46,11 @@ class _Engine:
         from vllm.v1.engine import EngineCoreRequest
 
         record = self.routing.begin(name, token_ids, earlier)
+        options: dict[str, Any] = self.routing.parameters(earlier)
         sampling = SamplingParams(
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            **self.routing.parameters(earlier),
+            **options,
         )
         whole = token_ids, None, sampling, None, 0.0, None, None, None
         request = EngineCoreRequest(f"{name}-x", *whole, external_req_id=name)
@@ -61,7 +62,8 @@ class _Engine:
 
         reason = FinishReason.LENGTH if is_last else None
         core = EngineCoreOutput(f"{name}-x", [token], finish_reason=reason, routed_experts=rows)
-        for output in self.processor.process_outputs([core]).request_outputs:
+        outputs: Any = self.processor.process_outputs([core]).request_outputs
+        for output in outputs:
             if output.finished:
                 self.routing.finish(output.request_id, output.outputs[0].routed_experts)
 
