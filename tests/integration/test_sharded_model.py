@@ -263,4 +263,8 @@ def test_a_reference_model_is_not_trained(tmp_path: Path, one_rank: None) -> Non
         assert not parameter.requires_grad
         assert torch.equal(parameter.full_tensor(), other), name
     with torch.no_grad():
-        assert torch.equal(model(IDS), expected(IDS).logits)
+        found, theirs = model(IDS), expected(IDS).logits
+        exact = expected.float()(IDS).logits
+    # the experts' sums are rounded in another order than in transformers, and no worse
+    error, their_error = ((logits - exact).abs().mean() for logits in (found, theirs))
+    assert 0 < error < 1.2 * their_error

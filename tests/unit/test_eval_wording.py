@@ -75,9 +75,7 @@ def test_notes_on_missing_log_probs_and_disagreeing_graders() -> None:
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench=AISBench("-1", False, False)) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)
-    assert has_note(
-        "under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after
-    )
+    assert has_note("under AISBench's rule the change is +12.5", evaluation(ITEMS, "w" * 8), after)
     # A grader that finds no answers at all is not reported as disagreeing.
     result = compared("w" * 20 + "r" * 20, "r" * 40)
     unread = replace(
