@@ -48,8 +48,10 @@ def extract_mathruler(text: str) -> str:
 
 def is_same(part: str, wanted: str) -> bool:
     """True if two expressions, as `parse` reads them, have the same value."""
-    nodes = parse(part), parse(wanted)
-    return nodes[0] is not None and nodes[1] is not None and numeric.is_same_value(*nodes)
+    found, expected = parse(part), parse(wanted)
+    if found is None or expected is None:
+        return False
+    return numeric.is_same_value(found, expected)
 
 
 def is_equal_mathruler(
