@@ -208,7 +208,8 @@ class Sampler:
             account.generated_tokens += group.num_response_tokens - num_before
             account.add_finished(group)
             gives_signal = has_signal(group, self.settings.metric, self.compat)
-            if self.stream.backoff is not None:
+            is_scored = all(rollout.is_scored for rollout in group.rollouts)
+            if self.stream.backoff is not None and is_scored:
                 self.stream.backoff.record(group.prompt.index, gives_signal)
             if not self.settings.dynamic or gives_signal:
                 state.ready[group.group_id] = group
@@ -238,7 +239,6 @@ class Sampler:
         for group in self.surplus:
             account.add("surplus", group.rollouts)
         account.reward_seconds = self.source.take_reward_seconds()
-        state.ready = {group.group_id: group for group in self.surplus}
         if self.runs_ahead and not state.is_skipped:
             self._run_ahead(state)
         account.carried_out_groups, account.carried_out_tokens = self._open_work()

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.draw.backoff import Backoff
 from dapo_core.draw.prompts import PromptStream
+from tests.batches import UNSCORED
 from tests.sources import MIXED, PROMPTS, RIGHT, WRONG, ScriptedSource, make_sampler
 
 
@@ -56,6 +57,16 @@ def test_a_sampler_with_backoff_samples_fewer_tokens_for_the_same_groups() -> No
         tokens.append(wasted)
     assert tokens[0] == [30] * 8  # five groups of six tokens in every epoch
     assert tokens[1] == [30, 30, 0, 30, 0, 0, 0, 30]
+
+
+def test_a_scorer_that_fails_says_nothing_about_a_prompt() -> None:
+    script = [[1.0, UNSCORED], [UNSCORED, UNSCORED], MIXED, MIXED, MIXED, WRONG, MIXED]
+    sampler = make_sampler(ScriptedSource(script, burst=7), 4, gen_prompts=7, max_staleness=0)
+    sampler.stream = PromptStream(PROMPTS, seed=0, shuffle=False, backoff=Backoff())
+    sampler.draw(step=1)
+    assert sampler.stream.backoff is not None
+    # 0 and 1 were drawn and are unknown still; 5 has one miss
+    assert sampler.stream.backoff.visits == {0: [0, 0], 1: [0, 0], 5: [1, 0]}
 
 
 def test_backoff_needs_dynamic_sampling() -> None:
