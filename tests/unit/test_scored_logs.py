@@ -63,7 +63,8 @@ def test_lm_eval_says_which_metrics_are_better_lower(tmp_path: Path) -> None:
         file.write_text(json.dumps(content))
     before, after = (next((tmp_path / side).glob("samples_words*")) for side in ("before", "after"))
     result = compare_logs(before, after, "number")
-    assert (result.total.difference, result.direction) == (-0.75, "better")  # type: ignore[union-attr]
+    assert result.total is not None
+    assert (result.total.difference, result.direction) == (-0.75, "better")
     assert (len(result.better), len(result.worse)) == (6, 0)
     after.write_text("".join(after.read_text().splitlines(keepends=True)[:-1]))
     # 2 of 8 answers are right; of the first 7, one

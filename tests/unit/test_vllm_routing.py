@@ -30,7 +30,7 @@ def _expected(num_tokens: int) -> Experts:
 
 
 class _Engine:
-    """vLLM's output processor, with an engine core that answers what it is told."""
+    """vLLM's output processor; the test sets the outputs of its engine core."""
 
     def __init__(self) -> None:
         from vllm.v1.engine.output_processor import OutputProcessor
