@@ -87,13 +87,13 @@ def train(
     restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
+        draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
         config = with_model_sampling(config, model_path)
         inputs = train_path, model_path, output_dir, held_out_path
         with heartbeat(lambda: "reading the training problems"):
             stream, validation, num_pictures = _read_prompts(config, *inputs)
         # now: a scorer file may change later
         identity = training_identity(config, stream.digest, model_path)
-        draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
         identity |= {} if replay is None else {"replay": str(replay)}
         config = with_media_limits(with_model_dtypes(config, model_path), model_path, num_pictures)
         with lock_checkpoints(folder):

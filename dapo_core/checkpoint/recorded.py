@@ -10,7 +10,7 @@ from pathlib import Path
 from dapo_core.checkpoint.state import groups_files, read_groups
 from dapo_core.draw.account import Draw, TokenAccount
 from dapo_core.draw.groups import Group, GroupRequest
-from dapo_core.errors import ConfigError
+from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics.log import writing
 from durable import publish
 
@@ -53,7 +53,14 @@ class RecordedDraws:
     def draw(self, step: int, while_waiting: Callable[[], None]) -> Draw:
         """Return the recorded groups of the step; raises CheckpointError if they are damaged."""
         while_waiting()
-        groups, _ = read_groups(_folder(self._output, step))
+        folder = _folder(self._output, step)
+        try:
+            groups, _ = read_groups(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the recorded draw {folder} cannot be read ({error.__cause__!r}); record it "
+                f"again, or end before it with train.total_steps={step - 1}"
+            ) from error
         account = TokenAccount()
         for group in groups:
             account.add_finished(group)

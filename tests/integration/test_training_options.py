@@ -17,7 +17,7 @@ from dapo_core import trainer
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_state
 from dapo_core.draw.groups import Group, GroupRequest
-from dapo_core.errors import ConfigError
+from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
@@ -249,6 +249,10 @@ def test_an_asynchronous_training_samples_while_it_updates(
     crash = importlib.import_module("crash")
     same = crash.differences(tmp_path / "run", tmp_path / "again", crash.OF_THE_DRAW)
     assert same == []
+    damaged = tmp_path / "run" / "draws" / "step_000005" / "carried_tokens.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"draw .*step_000005 cannot be read .*steps=4"):
+        start(LENGTH_SCORER, "damaged", replay=tmp_path / "run", **settings)
     settings["train"]["total_steps"] = 6
     with pytest.raises(ConfigError, match="draws of 5 steps, and not that of step 6"):
         start(LENGTH_SCORER, "longer", replay=tmp_path / "run", **settings)
