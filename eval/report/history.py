@@ -262,13 +262,11 @@ def _from_report(path: Path) -> list[Point]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         if "benchmarks" not in report:
-            return [
-                _from_content(report, str(report["settings"].get("benchmark") or OWN), label, path)
-            ]
+            return [_from_content(report, str(report["settings"].get("benchmark") or OWN), label)]
         names = [row["name"] for row in report["benchmarks"]]
         files = {name: folder / name / REPORT_JSON for name in names}
         read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-        return [_from_content(read[name], name, label, files[name]) for name in names]
+        return [_from_content(read[name], name, label) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
             f"{path} is not a report that the history can read ({error!r}). Write it again from "
@@ -276,7 +274,7 @@ def _from_report(path: Path) -> list[Point]:
         ) from error
 
 
-def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) -> Point:
+def _from_content(report: Mapping[str, Any], name: str, label: str) -> Point:
     return Point(
         benchmark=name,
         label=label,
@@ -284,8 +282,7 @@ def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) 
         settings=report["settings"],
         num_samples=report["num_samples"],
         right={identity: after for identity, (_, after) in report["items"].items()},
-        # absent in reports of earlier versions
-        evaluation=report["after"].get("evaluation", str(path)),
+        evaluation=report["after"]["evaluation"],
     )
 
 

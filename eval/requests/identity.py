@@ -80,7 +80,7 @@ def describe_weights(stored: Mapping[str, Any] | None) -> str:
     """Describe what identifies the weights of an evaluation."""
     weights = Weights.of(stored)
     if weights is None:
-        return "unknown: measured by an earlier version"
+        return "unknown"
     folder = f"folder {weights.root}" if weights.root else "no folder named"
     proof = "log-probs of a fixed prompt" if weights.logprobs else NO_LOGPROBS
     return f"{folder}, {proof}"

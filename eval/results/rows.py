@@ -34,8 +34,6 @@ SERVED = "served"
 UNCHECKED = "unchecked_since"
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
-# Three columns of earlier versions, whose rows read as without AISBench's verdict until regraded.
-_OLD_COLUMNS = frozenset({"aisbench_answer", "aisbench_right", "aisbench_raises"})
 RowKey = tuple[str, int]  # (item id, sample number)
 
 
@@ -61,7 +59,7 @@ class Row:
     subject: str | None
     level: str | None
     failure: str | None
-    ended_at: float | None = None  # Unix time; None in results of earlier versions
+    ended_at: float | None = None  # Unix time; None in imported logs
     reasoning: str | None = None  # thinking, with tags if it was part of the text; never graded
     reasoning_tokens: int | None = None  # counted by the server
     details: dict[str, Any] | None = None  # further grader results, such as a score
@@ -168,7 +166,7 @@ class Evaluation:
         )
 
     def by_problem(self) -> Evaluation:
-        """Merge items with the same prompt, which earlier versions stored apart, into one.
+        """Merge items with the same prompt, as imported logs may have, into one.
 
         Problems have equal weight: if some have more samples than others, the surplus is dropped
         with a warning.
@@ -221,7 +219,6 @@ class Evaluation:
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
             fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
-            del fields["images"]  # not in the digests of earlier versions, which reports store
             digest.update(json.dumps(fields, default=vars).encode())
         return digest.hexdigest()
 
@@ -306,8 +303,6 @@ def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
     try:
         if not isinstance(fields["prompt"], str):
             fields["prompt"] = tuple(fields["prompt"])
-        for column in fields.keys() & _OLD_COLUMNS:
-            del fields[column]
         if fields.get("aisbench"):
             fields["aisbench"] = AISBench(**fields["aisbench"])
         row = Row(**fields)

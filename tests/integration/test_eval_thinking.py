@@ -120,7 +120,7 @@ def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
     assert (summary.thinking.num_responses, summary.thinking.counted) == (5, "share of text")
     shares = [len(row.reasoning or "") / len(text) for text, row in zip(texts, rows, strict=True)]
     assert summary.thinking.mean_tokens == pytest.approx(16 * sum(shares) / 6)
-    # Earlier versions stored the whole text as the response; regrading splits it.
+    # Imported logs have the whole text as the response; regrading splits it.
     write_rows(tmp_path, [replace(row, response=row.text, reasoning=None) for row in rows])
     assert regrade(tmp_path).summary.thinking == summary.thinking
     assert list(read_rows(tmp_path).values()) == rows

@@ -125,17 +125,3 @@ def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> No
     with pytest.raises(ResultsError, match="holds 1 of 2 responses"):
         regrade(directory)
     assert (directory / "results.jsonl").read_bytes() == before
-
-
-def test_rows_of_an_earlier_version_read_and_get_aisbenchs_verdict_by_regrading(
-    tmp_path: Path,
-) -> None:
-    directory = write_results(tmp_path / "old", [replace(ROW, aisbench=None)])
-    columns = b'"aisbench_answer":"0.5","aisbench_right":true,"aisbench_raises":false'
-    path = directory / "results.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"aisbench":null', columns))
-    assert read_rows(directory)["a", 0] == replace(
-        ROW, prompt=({"role": "user", "content": "a: 1/2?"},), aisbench=None
-    )
-    regrade(directory)
-    assert read_rows(directory)["a", 0].aisbench == NOT_EQUAL

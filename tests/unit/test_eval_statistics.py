@@ -285,7 +285,7 @@ def test_repeated_samples_do_not_narrow_an_interval() -> None:
 
 
 def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path) -> None:
-    """Results of earlier versions have one item per row; here 4 problems with 3 rows each."""
+    """Imported logs may have one item per row; here 4 problems with 3 rows each."""
     items = [
         replace(item, prompt=make_items(4)[number % 4].prompt, gold="1")
         for number, item in enumerate(make_items(12))
