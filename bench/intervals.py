@@ -4,10 +4,9 @@
 
 Each line shows how often the interval contains the true accuracy and the true change between two
 models (mean and minimum over several item distributions), next to the percentile bootstrap over
-items. Then, for trends over runs: how often the interval contains the true slope, and how often a
-rise of 20 points is found. Then, for suites: how often the interval contains the true pooled
-change, and how often p is below 0.05 without a change. Coverage below 94 % or false alarms above 5
-%, beyond simulation error, fail the benchmark.
+items. Then, for suites: how often the interval contains the true pooled change, and how often p
+is below 0.05 without a change. Coverage below 94 % or false alarms above 5 %, beyond simulation
+error, fail the benchmark.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
-from eval.report.history import measure_trend
 from eval.results.statistics import (
     SIGNIFICANCE,
     Stratum,
@@ -50,13 +48,6 @@ SUITES = {
     "30, 30 items": ((30, 1, 3, 1), (30, 1, 1, 1)),
     "30 x 4, 30 x 4, 500 items": ((30, 4, 1, 1), (30, 4, 0, 1), (500, 1, 3, 2)),
 }
-TRENDS = (
-    (3, 100, 1),
-    (10, 100, 1),
-    (30, 30, 4),
-    (90, 30, 1),
-    (90, 100, 1),
-)  # (runs, items, responses per item)
 CHANGED = 0.2  # share of items whose probability is redrawn from a better distribution
 
 
@@ -80,27 +71,6 @@ def coverage(
             holds(bootstrap((after - before) / k, rng), gain),
         )
     return tuple((hits / repeats).tolist())
-
-
-def trend_coverage(setting: tuple[tuple[int, int, int], int]) -> tuple[float, float]:
-    """(coverage of the true slope, share of trends that detect a rise of 20 points).
-
-    For coverage, some items improve, as between two models. For the rise, each item's probability
-    grows by 0.2.
-    """
-    (runs, n, k), repeats = setting
-    rng, along = np.random.default_rng([runs, n, k]), np.arange(runs) / (runs - 1)
-    covered = found = 0
-    for index in range(repeats):
-        a, b = ITEMS[index % len(ITEMS)]
-        chances = rng.beta(a, b, size=n)
-        later = np.where(rng.random(n) < CHANGED, rng.beta(a + 1, b, size=n), chances)
-        gain = CHANGED * ((a + 1) / (a + 1 + b) - a / (a + b))
-        drawn = rng.binomial(k, chances[:, None] + np.outer(later - chances, along)) / k
-        covered += holds(measure_trend(drawn.tolist(), k).ci95, gain / (runs - 1))
-        risen = rng.binomial(k, 0.8 * chances[:, None] + 0.2 * along) / k
-        found += measure_trend(risen.tolist(), k).ci95[0] > 0
-    return covered / repeats, found / repeats
 
 
 def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
@@ -175,17 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 if min(mean[:2]) < 100 * REQUIRED or min(lowest[:2]) < 100 * (REQUIRED - error):
                     missed.append(f"n={n}, k={k}")
-        print("runs, items, responses: coverage of the slope, rises of 20 points detected (%)")
-        trends = [(setting, chosen.repeats) for setting in TRENDS]
-        for (setting, _), (covered, rises) in zip(
-            trends, pool.map(trend_coverage, trends), strict=True
-        ):
-            print(
-                f"{', '.join(map(str, setting)):28} {100 * covered:.1f} {100 * rises:.1f}",
-                flush=True,
-            )
-            if covered < REQUIRED - error:
-                missed.append(f"the trend over {setting[0]} runs")
         print("suite: coverage of the pooled change, p below 0.05 without a change (%)")
         jobs = [(name, chosen.repeats) for name in SUITES]
         for (name, _), (covered, alarms) in zip(jobs, pool.map(suite_coverage, jobs), strict=True):

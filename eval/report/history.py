@@ -1,4 +1,4 @@
-"""Evaluations over time: each paired with the previous and the first one, plus a trend."""
+"""Evaluations over time: each paired with the previous and the first one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from eval.results.rows import (
 from eval.results.statistics import (
     SIGNIFICANCE,
     PairedChange,
-    change_interval,
     holm,
     measure_change,
     share_interval,
@@ -37,7 +36,6 @@ from eval.results.suite import OWN, SUITE_FILE, read_suite
 logger = logging.getLogger(__name__)
 
 HISTORY_PAGE = "history.html"
-_MIN_TREND_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,6 @@ class Change(PairedChange):
 
 
 @dataclass(frozen=True)
-class Trend:
-    """Least-squares line through a series, per run, over the items that every run answered."""
-
-    n: int
-    slope: float  # per run
-    ci95: tuple[float, float]
-    first: float
-    last: float
-
-
-@dataclass(frozen=True)
 class Series:
     """Comparable points, oldest first. `to_previous` and `to_first` begin with None."""
 
@@ -97,7 +84,6 @@ class Series:
     points: tuple[Point, ...]
     to_previous: tuple[Change | None, ...]
     to_first: tuple[Change | None, ...]
-    trend: Trend | None
     num_tests: int
     differs: tuple[str, ...]  # differences from the first series of the benchmark
 
@@ -147,7 +133,6 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
             history_plot(
                 [f"{point.at:%Y-%m-%d}" for point in series.points],
                 [(point.accuracy, point.interval) for point in series.points],
-                None if series.trend is None else (series.trend.first, series.trend.last),
             )
         )
         for series in history
@@ -297,7 +282,6 @@ def _series(points: Sequence[Point], reference: Point) -> Series:
         points=tuple(points),
         to_previous=(None, *changes[:num_previous]),
         to_first=(None, *changes[:1], *changes[num_previous:]),
-        trend=_trend(points),
         num_tests=len(changes),
         differs=tuple(_differences(reference, points[0])),
     )
@@ -327,29 +311,3 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
         Change(**vars(change), is_significant=q < SIGNIFICANCE)
         for change, q in zip(found, adjusted, strict=True)
     ]
-
-
-def _trend(points: Sequence[Point]) -> Trend | None:
-    """The trend over the items that every run answered."""
-    k = points[0].num_samples
-    counts = [[point.right[identity] for point in points] for identity in points[0].right]
-    rows = [[count / k for count in row if count is not None] for row in counts if None not in row]
-    return measure_trend(rows, k) if rows and len(points) >= _MIN_TREND_RUNS else None
-
-
-def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
-    """Least-squares line through the accuracies; a row holds an item's share right, per run.
-
-    The slope is the mean of the items' slopes, so its interval comes from their spread.
-    """
-    num_runs = len(rows[0])
-    middle = (num_runs - 1) / 2
-    spread = sum((place - middle) ** 2 for place in range(num_runs))
-    slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
-    # largest slope of one item
-    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread
-    slope = sum(slopes) / len(slopes)
-    mean = sum(map(sum, rows)) / (len(rows) * num_runs)
-    step = middle / spread / num_samples  # effect of one response in the first or last run
-    interval = change_interval(slopes, step, steepest)
-    return Trend(len(rows), slope, interval, mean - slope * middle, mean + slope * middle)

@@ -117,7 +117,6 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "p_value": format_p,
     "plain_p": plain_p,
     "size": lambda share: f"{100 * share:.1f}",
-    "points_2": lambda share: f"{round(100 * share, 2) + 0.0:+.2f}",
     "count": count,
     "seconds": lambda seconds: f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms",
     "text": str,

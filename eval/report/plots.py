@@ -161,16 +161,11 @@ def _before_after_bars(groups: Mapping[str, BothSides], label: str) -> str:
     return _grouped_bars(names, bars, label)
 
 
-def history_plot(
-    labels: Sequence[str], points: Sequence[Accuracy], trend: tuple[float, float] | None
-) -> str:
-    """Accuracies with 95 % intervals over runs, and first and last value of the trend's line."""
+def history_plot(labels: Sequence[str], points: Sequence[Accuracy]) -> str:
+    """Accuracies with 95 % intervals over runs."""
     figure, axes = _new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
     _accuracy_line(axes, places, points, "after", "accuracy, 95 % interval")
-    if trend is not None:
-        ends, line = [0, len(points) - 1], [100 * value for value in trend]
-        axes.plot(ends, line, color=COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
     step = -(-len(labels) // 8)
     axes.set_xticks(places[::step], [plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")

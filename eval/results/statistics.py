@@ -196,14 +196,14 @@ def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
     return _score_interval(values, low, high, step)
 
 
-def change_interval(values: Sequence[float], step: float = 1.0, largest: float = 1.0) -> Interval:
-    """95 % score interval of the mean of changes in [-largest, largest], one per item.
+def change_interval(values: Sequence[float], step: float = 1.0) -> Interval:
+    """95 % score interval of the mean of changes in [-1, 1], one per item.
 
     `step` is as in `share_interval`. For single responses this is Tango's interval (Stat Med 17,
     1998) with continuity correction.
     """
     reach = _CHANGE_REACH * max(1.0, _REACH_ITEMS / len(values)) * max(map(abs, values))
-    reach = min(largest, reach) or largest
+    reach = min(1.0, reach) or 1.0
     return _score_interval(values, -reach, reach, step)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations over time: reading, pairing, the trend by hand, separate series."""
+"""Evaluations over time: reading, pairing by hand, separate series."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from eval.endpoint import Sampling
-from eval.report.history import make_history, measure_trend, render_markdown, write_page
+from eval.report.history import make_history, render_markdown, write_page
 from eval.report.suite_report import Models
 from eval.results.rows import ResultsError
 from eval.results.suite import Member, write_suite
@@ -42,23 +41,6 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
     assert [(x.difference, x.p) for x in first] == [(1 / 8, 1.0), (3 / 8, 0.25)]
     assert series.num_tests == 3  # counted once
     assert series.expected_false_alarms == pytest.approx(0.15)
-    # Least squares through 0.5, 0.625, 0.875 at 0, 1, 2: slope (0.875 - 0.5) / 2, mean 2 / 3.
-    assert series.trend is not None
-    assert series.trend.slope == pytest.approx(0.1875)
-    assert (series.trend.first, series.trend.last) == pytest.approx(
-        (2 / 3 - 0.1875, 2 / 3 + 0.1875)
-    )
-    assert series.trend.ci95[0] < 0.1875 < series.trend.ci95[1]
-
-
-def test_the_trend_interval_matches_the_spread_of_slopes() -> None:
-    """40 % to 60 % in 90 runs of 100 items: a response moves a slope by 44.5 / 60742.5 = 0.0007."""
-    right = np.random.default_rng(0).random((100, 90)) < np.linspace(0.4, 0.6, 90)
-    trend = measure_trend(right.astype(float).tolist(), 1)
-    # The slopes' standard error is that of single responses: sqrt(0.245 / 60742.5 / 100) = 0.0002.
-    half = (trend.ci95[1] - trend.ci95[0]) / 2
-    assert half == pytest.approx(1.96 * 0.0002, rel=0.3)  # and the correction
-    assert trend.ci95[0] < 0.2 / 89 < trend.ci95[1]
 
 
 def test_runs_with_other_settings_form_a_separate_series(tmp_path: Path) -> None:
@@ -69,7 +51,7 @@ def test_runs_with_other_settings_form_a_separate_series(tmp_path: Path) -> None
     history = make_history([*nights, other])
     first, second = history
     assert [len(series.points) for series in (first, second)] == [2, 1]
-    assert (first.differs, first.trend) == ((), None)
+    assert first.differs == ()
     assert second.differs == ("sampling.temperature: 0.0 in the first table, 0.6 here",)
     text = " ".join(render_markdown(history).split())
     assert "not comparable with the first table: sampling.temperature: 0.0" in text
@@ -98,8 +80,6 @@ def test_reports_folders_and_stores_read_the_same(
     assert f"skipped in the history: {other}" in caplog.text
     (series,) = make_history([before, after, write_night(tmp_path, 3, "wwwwwwwr")])
     assert [change.n for change in series.to_first if change] == [7, 8]  # item 7 failed on day 2
-    assert series.trend is not None
-    assert series.trend.n == 7
 
 
 def test_an_evaluation_reused_by_later_runs_counts_once(
@@ -117,7 +97,7 @@ def test_an_evaluation_reused_by_later_runs_counts_once(
     history = make_history([tmp_path / "store", runs / "4"])
     (series,) = history
     assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
-    assert (series.num_tests, series.trend) == (1, None)
+    assert series.num_tests == 1
     assert "2 later runs reused this evaluation from the store" in render_markdown(history)
     assert "reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
 
