@@ -190,7 +190,7 @@ def gc(
     print_garbage(found, is_dry_run, short_ids(store))
 
 
-ExportFormat = Literal["model", "inspect", "lm-eval"]
+ExportFormat = Literal["model", "inspect"]
 
 
 @app.command(
@@ -212,22 +212,22 @@ def export(
         typer.Option(
             "--format",
             help="model: a run's merged model, report, manifests and configuration, with a model "
-            "card. inspect, lm-eval: the evaluation as a log of inspect_ai or lm-eval.",
+            "card. inspect: the evaluation as a log of inspect_ai.",
         ),
     ] = "model",
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Copy a run's model and report into one folder, or write an evaluation as another's log.
 
-    For inspect and lm-eval, a run stands for its evaluation after training; dapo grade --output
-    imports either log.
+    For inspect, a run stands for its evaluation after training; dapo grade --output imports the
+    log.
     """
     if form != "model":
         from eval.logs.exported import export_logs
         from tasks.runs.history import find_evaluation
 
         results, _ = find_evaluation(store, source)
-        for path in export_logs(results, destination, form):
+        for path in export_logs(results, destination):
             typer.echo(path)
         return
     from flows.progress import bytes_progress

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from eval import InputError
 from eval.endpoint import Endpoint, Sampling
-from eval.logs.exported import export_inspect, export_lm_eval
+from eval.logs.exported import export_inspect
 from eval.problems import ProblemsError
 from eval.problems.evaluation_sets import load_set
 from eval.problems.items import EvaluationSet
@@ -195,7 +195,7 @@ def test_exported_logs_hold_the_pictures(
     names = [item.image_names for item in asked.items]
     contents = {file.name: file.read_bytes() for item in asked.items for file in item.images}
     evaluation = load_evaluation(tmp_path / "results")
-    [log] = export_inspect(evaluation, tmp_path / "log.json")
+    export_inspect(evaluation, log := tmp_path / "log.json")
     for sample, shown in zip(json.loads(log.read_text())["samples"], names, strict=True):
         [message] = sample["input"]
         if not shown:
@@ -204,18 +204,9 @@ def test_exported_logs_hold_the_pictures(
         urls = [part["image"] for part in message["content"] if part["type"] == "image"]
         decoded = [base64.b64decode(url.partition("base64,")[2]) for url in urls]
         assert decoded == [contents[name] for name in shown]
-    for _ in range(2):
-        samples, _ = export_lm_eval(evaluation, tmp_path / "logs")
-    documents = [json.loads(line)["doc"] for line in samples.read_text().splitlines()]
-    listed = [document.get("images", []) for document in documents]
-    assert listed == [[f"images/{name}" for name in shown] for shown in names]
-    assert {
-        file.name: file.read_bytes() for file in (tmp_path / "logs/images").iterdir()
-    } == contents
     (tmp_path / "results/images" / names[0][0]).unlink()
-    for export in (export_inspect, export_lm_eval):
-        with pytest.raises(ResultsError, match=r"1 of 2 pictures of the evaluation are missing"):
-            export(evaluation, tmp_path / "other")
+    with pytest.raises(ResultsError, match=r"1 of 2 pictures of the evaluation are missing"):
+        export_inspect(evaluation, tmp_path / "other")
 
 
 def test_geometry3k_is_asked_as_published(tmp_path: Path) -> None:

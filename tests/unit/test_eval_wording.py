@@ -152,7 +152,7 @@ def test_figures_of_aisbench_only_where_its_rule_was_applied(
     summary = summarise(evaluation, lambda *_: False)
     found = (summary.aisbench, summary.agreement, summary.disagreements)
     assert [one is not None for one in found] == [is_twice] * 3
-    [path] = export_inspect(evaluation, tmp_path / "log.json")
+    export_inspect(evaluation, path := tmp_path / "log.json")
     assert ("aisbench" in json.loads(path.read_text())["samples"][0]["scores"]) is is_twice
 
 
