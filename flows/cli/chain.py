@@ -229,11 +229,10 @@ def stage(
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of
     from tasks.runs.plan import has_output
-    from tasks.runs.run import Run, check_start, require_outputs
+    from tasks.runs.run import Run, require_outputs
 
     settings = begin(config, overrides)
     store = Path(settings.store.path)
-    check_start(settings)
     label = None if name == "compare" else label_of(settings, name.replace("-", "_"), side)
     needs = ("evaluate_before", "evaluate_after", "train_policy")
     require_outputs(settings, needs if label is None else link_of(settings, label).needs)

@@ -16,25 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
-from dapo_core.model.folder import require_reference
-from dapo_core.reward.custom import require_loss
-from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
-from eval.problems.prompts import find_template
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.references import forget_resolved
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
-from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
 from tasks.runs.child_environment import Rows, child_environment, merge_stages
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
-from tasks.serve_model.checks import require_positions, require_servable
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +59,10 @@ class Run:
 
     @staticmethod
     def start(config: ChainConfig, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
-        """Create a run in the store of the configuration; raises whatever `check_start` raises."""
+        """Create a run in the store of the configuration; raises StoreError if it is unwritable."""
         forget_resolved()
-        check_start(config)
         store = ArtifactStore(config.store.path)
+        store.check_writable()
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         folder = store.root / "runs" / f"{now}Z-{os.getpid()}"
         run = Run(config, store, folder, flow, frozenset(forced))
@@ -230,23 +223,3 @@ def _end(error: BaseException | None) -> dict[str, str]:
     if isinstance(error, Exception):
         return {"state": "failed", "error": f"{type(error).__name__}: {error}"}
     return {"state": "cancelled", "error": type(error).__name__}
-
-
-def check_start(config: ChainConfig) -> None:
-    """Check what would fail later: files named in the configuration, prompts, the store.
-
-    Raises ConfigError, DataError, ModelError, ProblemsError or StoreError.
-    """
-    source_files(config)
-    require_scorers((), config.reward, config.custom_reward)
-    require_loss(config.algorithm.custom_loss.path, config.algorithm.custom_loss.name)
-    require_resume(config.checkpoint.resume)
-    require_reference(config.algorithm.kl.reference_path)
-    for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
-        find_template(settings.prompt, default="given")
-    for source in all_sources(config):
-        source.check_columns()
-    if config.model.source == "path":
-        require_positions(str(config.model.path), config.data, config.rollout)
-        require_servable(str(config.model.path), config.serve, os.environ)
-    ArtifactStore(config.store.path).check_writable()

@@ -7,8 +7,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dapo_core.config.rollout import RolloutConfig
-from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import read_config, require_model_folder
 from dapo_core.model.lora import full_model
@@ -51,22 +49,6 @@ def require_servable(
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of "
             f"{model_path} (config.json, with rope scaling): vLLM would refuse it; lower "
             "serve.max_model_len, and in a recipe also evaluate.max_response_tokens"
-        )
-
-
-def require_positions(model_path: str | Path, data: PromptsConfig, rollout: RolloutConfig) -> None:
-    """Raise ModelError if prompt plus response of a rollout can exceed the model's positions."""
-    model_path = full_model(model_path)
-    require_model_folder(model_path)
-    longest = longest_sequence(read_config(Path(model_path)))
-    needed = data.max_prompt_tokens + rollout.max_response_tokens
-    if longest is not None and needed > longest:
-        raise ModelError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {data.max_prompt_tokens} + "
-            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} "
-            "(config.json, with "
-            "rope scaling): no engine can generate that many tokens; lower them, and also "
-            "reward.overlong.buffer_tokens, evaluate.max_response_tokens and serve.max_model_len"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -384,18 +383,6 @@ def test_stop_tokens_reach_every_engine_and_do_not_modify_the_local_model(tmp_pa
     plain = make_config(source, model={"path": str(source)})
     keys = [link_of(each, "fetch_model").key().key for each in (config, plain)]
     assert keys[0] != keys[1]
-
-
-def test_an_incomplete_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
-    source = build_tiny_qwen3(tmp_path / "model")
-    (source / "config.json").unlink()
-    config = model_config(tmp_path, source)
-    with pytest.raises(ModelError, match=r"lacks config\.json"):
-        Run.start(config)
-    shutil.rmtree(source)
-    with pytest.raises(ModelError, match="does not exist"):
-        Run.start(config)
-    assert not Path(config.store.path).exists()
 
 
 def test_a_run_records_and_links_each_finished_stage(config: Config) -> None:
