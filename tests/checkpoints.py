@@ -13,7 +13,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
-from dapo_core.checkpoint.manifest import require_files, write_shards
+from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_files, write_shards
 from dapo_core.checkpoint.metadata import METADATA_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
@@ -40,6 +40,14 @@ def flip(name: str, offset: int = -1) -> Callable[[Path], None]:
         (checkpoint / name).write_bytes(content)
 
     return damage
+
+
+def replace_file(checkpoint: Path, name: str, content: bytes) -> None:
+    """Replace a file's content, and its digest in the manifest."""
+    (checkpoint / name).write_bytes(content)
+    manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+    manifest["files"][name] = [content_part(content)]
+    (checkpoint / MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
@@ -187,7 +195,7 @@ def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     """Assert that every part of the checkpoint exists and belongs to that state."""
     assert checkpoint.name == f"step_{state.step:06d}"
     assert plain(read_state(checkpoint)) == plain(state)
-    assert require_files(checkpoint, with_shards=True) is not None
+    require_files(checkpoint, with_shards=True)
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
     assert json.loads((checkpoint / NAMES_FILE).read_text()) == [

@@ -17,7 +17,6 @@ from dapo_core.checkpoint.state import (
     GROUPS_FILE,
     STATE_FILE,
     TOKENS_FILE,
-    read_state,
     read_state_without_groups,
 )
 from dapo_core.errors import CheckpointError
@@ -42,8 +41,7 @@ class Manifest:
 def training_id(folder: Path) -> str:
     """Return the id in the folder's latest checkpoint, or a new one."""
     latest = latest_checkpoint(folder)
-    manifest = read_manifest(latest) if latest else None
-    return manifest.training if manifest else secrets.token_hex(8)
+    return read_manifest(latest).training if latest else secrets.token_hex(8)
 
 
 def write_shards(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
@@ -60,8 +58,8 @@ def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, P
     (folder / SHARDS_FILE).unlink()
 
 
-def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Return the manifest, None if there is none; raises CheckpointError if unreadable."""
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest; raises CheckpointError if it cannot be read."""
     path = checkpoint / MANIFEST_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -74,16 +72,13 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         if any(size < 0 for parts in files.values() for size, _ in parts):
             raise ValueError("it has a negative size")
         return Manifest(str(values["training"]), int(values["step"]), files)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r})") from error
 
 
 def shard_digests(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the shards by file name, equal to `digests.file_digest`."""
-    manifest = read_manifest(checkpoint)
-    files = manifest.files if manifest else {}
+    files = read_manifest(checkpoint).files
     return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
 
 
@@ -96,8 +91,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     for place in metadata.storage_data.values():
         by_shard.setdefault(place.relative_path, []).append((place.offset, place.length))
     needed = {METADATA_FILE, STATE_FILE, GROUPS_FILE, TOKENS_FILE, *by_shard}
-    unlisted = needed - (manifest.files.keys() if manifest else set())
-    if manifest is not None and unlisted:
+    if unlisted := needed - manifest.files.keys():
         raise CheckpointError(f"{checkpoint / min(unlisted)} is not in {MANIFEST_FILE}")
     for name, places in sorted(by_shard.items()):
         path = checkpoint / name
@@ -106,26 +100,20 @@ def verify_checkpoint(checkpoint: Path) -> None:
         with path.open("rb") as file:
             for offset, length in places:
                 read_records(file, str(path), offset, length, has_crc32s=False)
-    if manifest is None:
-        read_state(checkpoint)
-    else:  # the digests cover the carried groups, which only the trainer needs to parse
-        read_state_without_groups(checkpoint)
-        seconds = time.monotonic() - began
-        logger.info("checkpoint %s is intact: verified in %.1f s", checkpoint.name, seconds)
+    # the digests cover the carried groups, which only the trainer needs to parse
+    read_state_without_groups(checkpoint)
+    seconds = time.monotonic() - began
+    logger.info("checkpoint %s is intact: verified in %.1f s", checkpoint.name, seconds)
 
 
-def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
-    """Check the files' sizes and digests and return the manifest, if any; raises CheckpointError.
+def require_files(checkpoint: Path, with_shards: bool) -> Manifest:
+    """Check the files' sizes and digests and return the manifest; raises CheckpointError.
 
     Shards are checked only if `with_shards` is set. Links are refused, since they may point
     outside.
     """
     refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
-    if manifest is None:
-        message = "%s has no %s, so damaged files cannot be detected"
-        logger.warning(message, checkpoint, MANIFEST_FILE)
-        return None
     if named_step(checkpoint) not in (None, manifest.step):
         raise CheckpointError(
             f"{checkpoint / MANIFEST_FILE} is for step {manifest.step}, not {checkpoint.name}"

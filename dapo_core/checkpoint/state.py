@@ -144,9 +144,7 @@ def _fill(groups: Sequence[list[Any]], tokens: dict[str, np.ndarray]) -> None:
         raise ValueError(
             f"{len(ids)} tokens for {len(num_tokens)} responses, but {num_responses} are carried"
         )
-    no_shapes = np.zeros(3 * num_responses, np.int64)  # of earlier checkpoints
-    shapes = tokens.get("routing_shapes", no_shapes).reshape(-1, 3)
-    experts = tokens.get("routing", NO_ROUTING.ravel())
+    shapes, experts = tokens["routing_shapes"].reshape(-1, 3), tokens["routing"]
     sizes = shapes.prod(axis=1)
     if len(shapes) != num_responses or (shapes < 0).any() or len(experts) != sizes.sum():
         raise ValueError(f"{len(experts)} experts for {len(shapes)} responses do not match")
@@ -158,8 +156,8 @@ def _fill(groups: Sequence[list[Any]], tokens: dict[str, np.ndarray]) -> None:
             (first, last), shape = next(routings)
             responses[number] = replace(
                 response,
-                response_ids=ids[start:end].astype(np.int32),
-                rollout_log_probs=log_probs[start:end].astype(np.float32),
+                response_ids=ids[start:end].copy(),
+                rollout_log_probs=log_probs[start:end].copy(),
                 routing=experts[first:last].reshape(shape).copy(),
             )
 
@@ -189,11 +187,9 @@ def _spans(values: list[list[int]]) -> VersionSpans:
 
 
 def _prompt(values: dict[str, Any]) -> Prompt:
-    given = {**values}
-    earlier = {"token_ids": given.pop("prompt_ids", None)}  # of earlier checkpoints
-    read = given.pop("input", earlier)
+    given = values["input"]
     images = [
         ImageReference(**{**image, "grid_thw": tuple(image["grid_thw"])})
-        for image in read.get("images", ())
+        for image in given["images"]
     ]
-    return Prompt(**given, input=ModelInput(tuple(read["token_ids"]), tuple(images)))
+    return Prompt(**{**values, "input": ModelInput(tuple(given["token_ids"]), tuple(images))})

@@ -50,8 +50,7 @@ class DcpSource:
                 folder / checkpoint.name,
                 folder / "checkpoints" / checkpoint.name,
             ]
-        manifest = require_files(checkpoint, with_shards=False)
-        self._parts = None if manifest is None else _parts_by_place(manifest)
+        self._parts = _parts_by_place(require_files(checkpoint, with_shards=False))
         self._metadata = read_metadata(checkpoint)
         self._shards = self._require_shards()
         self._chunks: dict[str, list[Any]] = {}
@@ -123,10 +122,6 @@ class DcpSource:
             raise CheckpointError(f"{label} is not {[*chunk.sizes]} {stored.dtype}")
         record = values[0]
         offset = record.offset + first
-        if self._parts is None:
-            return Block(
-                path, offset, num_bytes, record.offset, record.offset + record.num_bytes, None
-            )
         length, digest = self._parts.get((place.relative_path, place.offset), (0, ""))
         if length != place.length:
             raise CheckpointError(

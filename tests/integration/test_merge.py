@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.loss import LossTotals
-from dapo_core.checkpoint.manifest import MANIFEST_FILE
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError
@@ -28,7 +27,7 @@ from dapo_core.model.inputs import ModelInput
 from dapo_core.model.names import is_of_tower
 from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
-from tests.checkpoints import Harmful, ShardsOf, flip, make_state
+from tests.checkpoints import Harmful, ShardsOf, flip, make_state, replace_file
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
@@ -257,13 +256,7 @@ def _truncate_shard(checkpoint: Path) -> None:
 
 
 def _plant(name: str, content: bytes) -> Callable[[Path], object]:
-    """Overwrite a file in a checkpoint without digests."""
-
-    def damage(checkpoint: Path) -> None:
-        (checkpoint / MANIFEST_FILE).unlink()
-        (checkpoint / name).write_bytes(content)
-
-    return damage
+    return lambda checkpoint: replace_file(checkpoint, name, content)
 
 
 def _link_outside(checkpoint: Path) -> None:

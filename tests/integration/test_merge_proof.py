@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
+from dapo_core.checkpoint.manifest import MANIFEST_FILE, write_manifest
+from dapo_core.checkpoint.shards import _Writer
 from dapo_core.checkpoint.state import state_files
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.digests import file_digest
@@ -90,9 +92,11 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     }
     torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
     rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # a merge ignores it
-    dcp.save({"model": state, "rng": rng}, checkpoint_id=ours)
-    (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_bytes(state_files(make_state(1))["trainer_state.json"])
+    dcp.save({"model": state, "rng": rng}, storage_writer=_Writer(str(ours)))
+    if rank == 0:
+        (ours / "tensor_names.json").write_text(json.dumps(list(names)))
+        (ours / "trainer_state.json").write_bytes(state_files(make_state(1))["trainer_state.json"])
+        write_manifest(ours, "training", 1, {})
 
 
 def _resident_bytes() -> int:
@@ -293,10 +297,12 @@ def _validated(output: Path, accuracies: dict[int, float | None], like: Path) ->
     for step, accuracy in accuracies.items():
         place = output / "checkpoints" / f"step_{step:06d}"
         shutil.copytree(like, place, copy_function=os.link)
-        (place / "trainer_state.json").unlink()
-        (place / "trainer_state.json").write_bytes(
-            state_files(make_state(step, accuracy))["trainer_state.json"]
-        )
+        manifest = json.loads((place / MANIFEST_FILE).read_text()) | {"step": step}
+        state = state_files(make_state(step, accuracy))["trainer_state.json"]
+        contents = {"trainer_state.json": state, MANIFEST_FILE: json.dumps(manifest).encode()}
+        for name, content in contents.items():
+            (place / name).unlink()
+            (place / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from tests.checkpoints import (
     make_state,
     make_writer,
     names_in,
+    replace_file,
 )
 from tests.plain import plain
 
@@ -100,6 +101,7 @@ DAMAGE = [
     (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or from another"),
     (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is for step 10, not step_000015"),
     (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
+    (lambda checkpoint: (checkpoint / MANIFEST_FILE).unlink(), r"manifest\.json cannot be read"),
     (
         lambda checkpoint: os.truncate(checkpoint / SHARD, 4000),
         rf"{SHARD} has 4,000 bytes instead of 3,2\d\d,",
@@ -205,20 +207,6 @@ def test_manifests_have_the_training_id_and_list_every_file(written: Path) -> No
     assert len(training_ids) == 1
 
 
-def test_an_old_checkpoint_without_a_manifest_is_used_with_a_warning(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (folder / "step_000015" / MANIFEST_FILE).unlink()
-    assert find_start(folder, "auto") == folder / "step_000015"
-    assert "step_000015 has no checkpoint_manifest.json" in caplog.text
-
-
-def _plant(checkpoint: Path, content: bytes) -> None:
-    """Replace .metadata, without a manifest to detect it."""
-    (checkpoint / ".metadata").write_bytes(content)
-    (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
-
-
 def test_a_malicious_pickle_does_not_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -232,7 +220,7 @@ def test_a_malicious_pickle_does_not_run(
         (pickle.dumps(metadata), r"it references torch\.\S+BytesStorageMetadata"),
         (b"\x80", r"\.metadata in \S+ cannot be read"),
     ):
-        _plant(checkpoint, content)
+        replace_file(checkpoint, ".metadata", content)
         with pytest.raises(CheckpointError, match=message):
             verify_checkpoint(checkpoint)
         with pytest.raises(CheckpointError, match=message):
@@ -244,7 +232,7 @@ def test_a_shard_outside_the_checkpoint_is_not_read(folder: Path) -> None:
     metadata = read_metadata(folder / "step_000015")
     for place in metadata.storage_data.values():
         place.relative_path = f"../step_000010/{SHARD}"
-    _plant(folder / "step_000015", pickle.dumps(metadata))
+    replace_file(folder / "step_000015", ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"it names \.\./step_000010/\S+, which is outside"):
         verify_checkpoint(folder / "step_000015")
 
@@ -269,11 +257,11 @@ def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
     if not is_compressed:  # declare 16 times the bytes in the central directory
         claimed = (4_000_000).to_bytes(4, "little")
         content = content.replace(claimed * 2, claimed + (64_000_000).to_bytes(4, "little"))
-    (checkpoint / SHARD).write_bytes(content)
+    replace_file(checkpoint, SHARD, content)
     metadata = read_metadata(checkpoint)
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, len(content)
-    _plant(checkpoint, pickle.dumps(metadata))
+    replace_file(checkpoint, ".metadata", pickle.dumps(metadata))
     with pytest.raises(
         CheckpointError,
         match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)",
@@ -316,6 +304,3 @@ def test_carried_groups_are_parsed_only_by_the_trainer(
     assert parsed == []
     assert plain(read_state(folder / "step_000015")) == plain(make_state(15))
     assert len(parsed) == 1
-    (folder / "step_000015" / MANIFEST_FILE).unlink()
-    verify_checkpoint(folder / "step_000015")
-    assert len(parsed) == 2

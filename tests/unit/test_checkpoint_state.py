@@ -27,7 +27,6 @@ from dapo_core.checkpoint.state import (
     state_files,
 )
 from dapo_core.errors import CheckpointError
-from dapo_core.model.routers import NO_ROUTING
 from tests.checkpoints import make_state, write_state
 from tests.plain import plain
 
@@ -35,29 +34,6 @@ from tests.plain import plain
 def test_the_state_round_trips_bit_for_bit(tmp_path: Path) -> None:
     state = make_state(20, accuracy=1 / 3)
     assert plain(read_state(write_state(tmp_path, state))) == plain(state)
-
-
-def test_groups_carried_by_earlier_checkpoints_are_read(tmp_path: Path) -> None:
-    """Prompt tokens beside the prompt's other fields, no routing, log-probs in double precision."""
-    state = make_state(20)
-    responses = state.unfinished[0].responses
-    responses[0] = replace(responses[0], routing=NO_ROUTING)
-    path = write_state(tmp_path, state)
-    tokens = load((path / TOKENS_FILE).read_bytes())
-    tokens["rollout_log_probs"] = tokens["rollout_log_probs"].astype(np.float64)
-    del tokens["routing"], tokens["routing_shapes"]
-    (path / TOKENS_FILE).write_bytes(save(tokens))
-    groups = json.loads((path / GROUPS_FILE).read_text(encoding="utf-8"))
-    rollouts = [each for group in groups["surplus"] for each in group["rollouts"]]
-    for response in [*rollouts, *groups["unfinished"][0]["responses"]]:
-        response |= {"response_ids": [], "rollout_log_probs": []}
-    for group in [*groups["surplus"], *groups["unfinished"]]:
-        group["prompt"]["prompt_ids"] = group["prompt"].pop("input")["token_ids"]
-    (path / GROUPS_FILE).write_text(json.dumps(groups), encoding="utf-8")
-    read = read_state(path)
-    assert plain(read) == plain(state)
-    rollout = read.surplus[0].rollouts[0]
-    assert (rollout.response_ids.dtype, rollout.rollout_log_probs.dtype) == (np.int32, np.float32)
 
 
 def test_a_checkpoint_copies_carried_tokens_once() -> None:
