@@ -18,7 +18,6 @@ from interop.foreign_config import (
 )
 from interop.table import BLOCKING, NOT_SET, Fate, Row, Table, load
 
-ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _CONVERSIONS = {"verl": vars(conversions), "mindspeed-rl": vars(conversions_mindspeed)}
 
 
@@ -79,7 +78,7 @@ def account_of(
     values = {name: setting.value for name, setting in last.items()}
     config = ForeignConfig(table, version, values, facts or {})
     entries = [_entry(setting, row, name, last[name], config) for setting, row, name in named]
-    entries = _without_contradictions(entries, config)
+    entries = _without_contradictions(entries)
     set_keys = {ours for entry in entries for ours in entry.ours}
     implied = [
         entry
@@ -194,11 +193,9 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
 
 
-def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list[Entry]:
-    """Return the entries, marking as `contradicting` those that disagree with each other."""
+def _without_contradictions(entries: list[Entry]) -> list[Entry]:
+    """Return the entries, marking as `contradicting` those that disagree on a key of ours."""
     against: dict[str, str] = {}
-    for keys, why in _contradictions(config) if config.table.trainer == "verl" else ():
-        against |= dict.fromkeys(keys, why)
     first: dict[str, Entry] = {}
     for entry in entries:
         for name, value in entry.ours.items():
@@ -212,53 +209,6 @@ def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list
         else entry
         for entry in entries
     ]
-
-
-def _contradictions(config: ForeignConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield keys of verl that contradict each other, or a default, and why."""
-    in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
-    if config[in_loss] is True and config[in_reward] is True:
-        place = "algorithm.kl.place is either loss or reward"
-        yield (in_loss, in_reward), f"{in_loss} and {in_reward} are both on; {place}"
-    actor, ref, fsdp = f"{ACTOR}.strategy", f"{REF}.strategy", ("fsdp", "fsdp2")
-    are_set = config.is_set(actor) and config.is_set(ref)
-    if are_set and (config[actor] in fsdp) != (config[ref] in fsdp):
-        why = f"{actor}={config[actor]} and {ref}={config[ref]}"
-        yield (actor, ref), f"{why}: policy and reference use the same strategy"
-    mode, path = "trainer.resume_mode", "trainer.resume_from_path"
-    if config[mode] == "resume_path" and config[path] is None:
-        yield (mode,), f"resume_path needs {path}, which is not set"
-    yield from _micro_batch_contradictions(config)
-    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-    batch, part = config[step], config[mini]
-    keys = tuple(name for name in (step, mini) if config.is_set(name))
-    if keys and type(batch) is int and type(part) is int and batch < part:
-        why = f"{step}={batch} prompts per step are fewer than {mini}={part} per optimizer step"
-        yield keys, why
-
-
-def _micro_batch_contradictions(config: ForeignConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
-    sizes = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size")
-    given = [name for name in sizes if config.is_set(name) and config[name] is not None]
-    if len(given) == 2:
-        yield sizes, f"{given[0]} and {given[1]} are both set; keep one"
-    elif config[dynamic] is not True:
-        return
-    elif config.is_set(tokens):
-        is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
-        sharing = "megatron.context" if is_megatron else "ulysses_sequence"
-        ranks = config[f"{ACTOR}.{sharing}_parallel_size"] or 1
-        prompt, response = config["data.max_prompt_length"], config["data.max_response_length"]
-        per_rank = config[tokens]
-        if not all(type(each) is int for each in (per_rank, ranks, prompt, response)):
-            return
-        if per_rank * ranks < (longest := prompt + response):
-            why = f"{per_rank} tokens on each of {ranks} ranks hold no sequence of {longest}"
-            yield (tokens,), f"{why}; set {-(-longest // ranks)}"
-    elif given and config.is_set(dynamic):
-        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead"
-        yield (dynamic, given[0]), f"{why}, but it is not set"
 
 
 def _implied(config: ForeignConfig) -> Iterator[Entry]:

@@ -101,8 +101,11 @@ def rollout_files(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def resume(value: Any, config: ForeignConfig) -> Any:
+    path = config["trainer.resume_from_path"]
     if value == "resume_path":
-        return str(config["trainer.resume_from_path"])
+        return (
+            str(path) if path else unsupported("needs trainer.resume_from_path, which is not set")
+        )
     known = {"auto": "auto", "disable": "never"}
     return known.get(value) or unsupported("known are auto, disable and resume_path")
 
@@ -288,10 +291,11 @@ def drop_too_long(value: Any, config: ForeignConfig) -> Any:
 # Algorithm and reward
 
 
-def kl_place(value: Any, config: ForeignConfig) -> str:
-    if config[f"{ACTOR}.use_kl_loss"]:
-        return "loss"
-    return "reward" if config["algorithm.use_kl_in_reward"] else "off"
+def kl_place(value: Any, config: ForeignConfig) -> Any:
+    in_loss, in_reward = config[f"{ACTOR}.use_kl_loss"], config["algorithm.use_kl_in_reward"]
+    if in_loss and in_reward:
+        return unsupported("algorithm.kl.place is either loss or reward; both are on")
+    return "loss" if in_loss else "reward" if in_reward else "off"
 
 
 def reference_path(value: Any, config: ForeignConfig) -> Any:

@@ -114,7 +114,7 @@ def test_old_names_are_imported() -> None:
     )
 
 
-def test_misspelt_and_contradicting_settings_block() -> None:
+def test_misspelt_and_unsupported_settings_block() -> None:
     found = account()(
         LARGE
         | {
@@ -130,11 +130,8 @@ def test_misspelt_and_contradicting_settings_block() -> None:
         "did you mean algorithm.filter_groups.enable?",
     )
     assert fates["tainer.device"] == ("misspelt", "did you mean trainer.device?")
-    assert (
-        fates[f"{ACTOR}.use_kl_loss"][0]
-        == fates["algorithm.use_kl_in_reward"][0]
-        == "contradicting"
-    )
+    both = ("unsupported", "algorithm.kl.place is either loss or reward; both are on")
+    assert fates[f"{ACTOR}.use_kl_loss"] == fates["algorithm.use_kl_in_reward"] == both
     assert len(fates) == 4
 
 
@@ -154,37 +151,16 @@ def test_selecting_a_hydra_config_file_is_reported(key: str, value: str, group: 
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        (
-            {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
-            "is not read and",
-        ),
-        (
-            {f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
-            "are both set",
-        ),
-        (
-            {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096},
-            "4096 tokens on each of 1 ranks hold no sequence of 22528; set 22528",
-        ),
-        ({f"{ACTOR}.ppo_mini_batch_size": 128}, "=64 prompts per step are fewer than"),
-        (
-            {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"},
-            "use the same strategy",
-        ),
-        ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
-        (
-            {"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096},
-            "would be 4096, but data.max_response_length makes it 20480",
-        ),
-    ],
-)
-def test_contradicting_settings_are_reported(settings: dict[str, Any], why: str) -> None:
+def test_a_path_to_resume_from_must_be_set() -> None:
+    (entry,) = account()(LARGE | {"trainer.resume_mode": "resume_path"}).blocking()
+    assert "needs trainer.resume_from_path" in entry.note
+
+
+def test_two_values_for_a_key_of_ours_are_reported() -> None:
+    settings = {"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096}
     found = account()(LARGE | settings).of("contradicting")
-    assert {entry.setting.key for entry in found} & settings.keys()
-    assert any(why in entry.note for entry in found)
+    assert {entry.setting.key for entry in found} == settings.keys()
+    assert "would be 4096, but data.max_response_length makes it 20480" in found[-1].note
 
 
 @pytest.mark.parametrize(
