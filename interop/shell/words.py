@@ -25,11 +25,9 @@ NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 BLANKS = re.compile(r"[ \t\n]+|[^ \t\n]+")
 PLAIN = re.compile(r"[^\\'\"$`]+")
 BRACE_LIST = re.compile(r"\{([^{}\s]*(?:,|\.\.)[^{}\s]*)\}")
-ASSIGNMENT = re.compile(
-    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:(?P<sign>[-+*/%]?)=(?P<value>[^=].*)|(?P<step>\+\+|--)\s*)",
-    re.DOTALL,
+CHANGED = re.compile(  # a variable, and an operator that changes it
+    r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&^|]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
-CHANGE = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--|[<>]{2}=")
 BRACED = re.compile(
     r"(?P<length>#(?=[\w@*]))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^]]*\])?"
     r"(?P<operator>:[-=?+]|[-=?+]|##?|%%?|//?|:)?(?P<operand>.*)",
@@ -153,10 +151,9 @@ def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
         words = [Word(scope.mark(name, UNSET), scope.origin)]
     if operator == ":":
         words = _slice(words, source, operand, scope, is_every)
-    elif operator:
-        words = [
-            word._replace(text=_changed(word.text, operator, operand, scope)) for word in words
-        ]
+    elif operator:  # a prefix, a suffix or a replacement
+        marks = marks_of("".join(word.text for word in words))
+        words = [Word(marks or scope.mark(f"${{{source}}}", NOT_READ), scope.origin)]
     yield from _emitted(words, quoted, is_every, "*" in (name, index))
 
 
@@ -221,25 +218,6 @@ def _slice(
     return items[start:] if count is None else items[start : start + count]
 
 
-def _changed(text: str, operator: str, operand: str, scope: Scope) -> str:
-    """Apply a prefix or suffix removal, or a replacement, to a text."""
-    pattern, _, replacement = operand.partition("/") if operator[0] == "/" else (operand, "", "")
-    if operator[0] == "/" and (re.search(r"['\"\\{]", operand) or pattern[:1] in ("", "#", "%")):
-        return scope.mark(f"${{...{operator}{operand}}}", NOT_READ)
-    expression = regex_of(pieces(pattern, scope))
-    new = scalar(replacement, scope)
-    if marks := marks_of(text + expression + new):
-        return marks
-    if operator[0] == "/":
-        return re.sub(expression, lambda _: new, text, count=0 if operator == "//" else 1)
-    lengths = range(len(text) + 1) if len(operator) == 1 else range(len(text), -1, -1)
-    for length in lengths:
-        part = text[:length] if operator[0] == "#" else text[len(text) - length :]
-        if re.fullmatch(expression, part):
-            return text[length:] if operator[0] == "#" else text[: len(text) - length]
-    return text
-
-
 def regex_of(found: list[Piece]) -> str:
     """Convert a glob to a regular expression; quoted parts match literally."""
     return fnmatch.translate(
@@ -283,23 +261,16 @@ def scalar(source: str, scope: Scope) -> str:
 
 
 def number(scope: Scope, text: str) -> str:
-    """Return the value of an arithmetic expression, which may assign a variable.
+    """Return the value of an arithmetic expression.
 
-    Returns marks if it depends on unknown values, or is not read here.
+    Returns marks if it depends on unknown values, or is not read here, such as assignments, whose
+    variables are unknown from there on.
     """
-    plain = "".join(piece.text for piece in pieces(text, scope, quoted=True))
-    change = ASSIGNMENT.fullmatch(plain)
-    if change is None or CHANGE.search(change["value"] or ""):
-        value = _evaluated(plain, scope)
-        for name in NAME.findall(plain) if CHANGE.search(plain) else ():
-            scope.assign(name, value)
-        return value
-    name, step = change["name"], change["step"] or ""
-    sign, right = change["sign"] or step[:1], change["value"] or "1"
-    before = scope.need(name) if step else ""
-    value = _evaluated(f"{name} {sign} ({right})" if sign else right, scope)
-    scope.assign(name, value)
-    return before or value
+    expression = "".join(piece.text for piece in pieces(text, scope, quoted=True))
+    value = _evaluated(expression, scope)
+    for match in CHANGED.finditer(expression):
+        scope.assign(match[1] or match[2], value)
+    return value
 
 
 def _evaluated(expression: str, scope: Scope) -> str:
