@@ -44,8 +44,6 @@ class ServedModel:
     identity: str  # digest of its folder or name, and of local files
     weights: Weights  # as first stored, since log-probs of equal weights differ by rounding
     known: Path  # file that lists the weights seen under this identity
-    last: Path  # file with the identity and weights that the server showed last
-    failure: str = ""  # why the server could not be asked, so that these are the last ones
 
     @property
     def digest(self) -> str:
@@ -59,12 +57,6 @@ class ServedModel:
             self.known.parent.mkdir(parents=True, exist_ok=True)
             stored = [weights.to_json() for weights in (*listed, self.weights)]
             write_atomically(self.known, json.dumps(stored))
-        if not self.failure:
-            self.last.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(
-                self.last,
-                json.dumps({"identity": self.identity, "weights": self.weights.to_json()}),
-            )
 
 
 def server_of(baseline: BaselineConfig) -> Server:
@@ -81,22 +73,11 @@ def server_of(baseline: BaselineConfig) -> Server:
 def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
     """The model that a baseline's server serves, queried once per run.
 
-    If the server does not answer, the model that it last showed, with a warning. Raises ServeError
-    if it serves no model of that name, and ServerUnreachable if it does not answer and the store
-    knows no model of it.
+    Raises ServeError if it serves no model of that name, and ServerUnreachable if it does not
+    answer.
     """
     folder = Path(config.store.path).absolute() / KNOWN_FOLDER
-    try:
-        return once_per_run((config.store.path, baseline), lambda: _query(folder, baseline))
-    except ServerUnreachable as error:
-        if (last := _last_shown(folder, baseline, str(error))) is None:
-            raise
-        logger.warning(
-            "%s. Only stored results of %s can be used, for the weights it last showed",
-            error,
-            baseline.name,
-        )
-        return last
+    return once_per_run((config.store.path, baseline), lambda: _query(folder, baseline))
 
 
 def _query(folder: Path, baseline: BaselineConfig) -> ServedModel:
@@ -104,32 +85,9 @@ def _query(folder: Path, baseline: BaselineConfig) -> ServedModel:
     terms = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
     identity = served_model_identity(server, terms)
     weights = Weights(None, _logprobs(server))
-    known = _known_file(folder, identity)
+    known = folder / f"{identity[:16]}.json"
     same = (other for other in _known_weights(known) if other.difference(weights) is None)
-    return ServedModel(server, identity, next(same, weights), known, _last_file(folder, baseline))
-
-
-def _last_shown(folder: Path, baseline: BaselineConfig, failure: str) -> ServedModel | None:
-    path = _last_file(folder, baseline)
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        identity, weights = str(stored["identity"]), Weights.of(stored["weights"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    if weights is None:
-        return None
-    return ServedModel(
-        server_of(baseline), identity, weights, _known_file(folder, identity), path, failure
-    )
-
-
-def _known_file(folder: Path, identity: str) -> Path:
-    return folder / f"{identity[:16]}.json"
-
-
-def _last_file(folder: Path, baseline: BaselineConfig) -> Path:
-    address = hashlib.sha256(canonical_json([baseline.base_url, baseline.model])).hexdigest()
-    return folder / f"last-{address[:16]}.json"
+    return ServedModel(server, identity, next(same, weights), known)
 
 
 def _known_weights(path: Path) -> list[Weights]:

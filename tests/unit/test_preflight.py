@@ -617,7 +617,7 @@ def test_baselines_and_the_disk_space_of_kept_steps_are_checked(
     assert about["baseline gone"].status == FAIL
     assert "correct or remove gone in evaluate.baselines" in about["baseline gone"].advice
     assert about["baseline away"].status == WARN
-    assert "or goes on without this column" in about["baseline away"].advice
+    assert "the run goes on without this column" in about["baseline away"].advice
     assert about[f"baseline {LAST_NIGHT}"].status == WARN
     assert "of them for 2 steps whose checkpoints are kept" in about["disk"].found
 
