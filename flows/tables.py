@@ -22,7 +22,7 @@ from dapo_core.memory.plan import ADVICE, PHASES
 from interop.table import BLOCKING
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.data.sources import GENERATED
-from tasks.preflight.environment import STATUSES, Variable
+from tasks.preflight.environment import STATUSES, Variable, described
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
@@ -287,7 +287,6 @@ def print_run(
     `changes` is None if a configuration cannot be read.
     """
     from eval.report.training import usage_lines
-    from tasks.runs.child_environment import by_children
     from tasks.runs.history import artifact_of
 
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -311,9 +310,7 @@ def print_run(
             f"{label} {artifact.path if artifact else 'removed (dapo runs gc, or by hand)'}"
         )
     if run.environment:
-        console.print("Variables set for child processes (reasons: --json):")
-        for children, words in by_children(run.environment).items():
-            console.print(f"  {children}: {words}")
+        console.print(f"variables {described(run.environment)}")
     if report is not None:
         console.print(report["verdict"])
         for line in usage_lines(report.get("train", {})):

@@ -21,11 +21,10 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
-from dapo_core.cluster.environment import private_workers
 from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.errors import ConfigError, WorkerDied
-from dapo_core.machine.environment import RAY, WORKERS, set_defaults
+from dapo_core.machine.environment import LOOPBACK, RAY, WORKERS, jemalloc, set_defaults
 from durable import is_full, is_locked, locked
 from heartbeat import heartbeat
 
@@ -58,11 +57,20 @@ def connected_to_ray(
     set_defaults(RAY)
     address = train.ray_address
     with (
-        _private_ray(num_cpus, private_workers(train))
+        _private_ray(num_cpus, _private_workers(train))
         if address is None
         else _joined_ray(address, answer_seconds, is_quiet) as folder
     ):
         yield folder
+
+
+def _private_workers(train: TrainConfig) -> dict[str, str]:
+    """Return the variables of a private Ray's workers.
+
+    Ranks that take turns free memory for the engines, which needs a malloc that returns it.
+    """
+    is_kept = train.device == "cpu" and not train.takes_turns
+    return WORKERS | LOOPBACK | (jemalloc() if is_kept else {})
 
 
 @contextmanager

@@ -68,8 +68,6 @@ class Output:
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
-    # variables set for child processes, for the manifest
-    environment: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, order=True)

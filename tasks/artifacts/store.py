@@ -323,7 +323,6 @@ class ArtifactStore:
             "versions": dict(parts.versions),
             "host": platform.node(),
             **times,
-            "environment": list(output.environment),
             "metrics": redacted(output.metrics),
         }
         (partial / MANIFEST_NAME).write_text(

@@ -22,6 +22,7 @@ from packaging.version import Version
 from dapo_core.config.loading import TEMPLATE_WORDS
 from dapo_core.config.training import TrainingConfig
 from dapo_core.machine.versions import installed
+from redaction import redact
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.preflight.interfaces import INTERFACE_VARIABLES, is_virtual
 
@@ -124,6 +125,24 @@ def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
     for each in variables:
         if (status := STATUSES[each.state]) != OK and each.state not in _TO_SET:
             yield f"{each.name}={each.value}", status, each.advice
+
+
+def recorded(environment: Mapping[str, str], config: TrainingConfig) -> list[dict[str, str]]:
+    """Return the variables that the training reads: names, values, and who sets them."""
+    return [
+        {
+            "name": each.name,
+            "value": redact(each.value),
+            "set_by": "the chain" if each.state == "ours" else "this environment",
+        }
+        for each in lint(environment, config)
+        if each.state not in _TO_SET
+    ]
+
+
+def described(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return recorded variables on one line."""
+    return "; ".join(f"{row['name']}={row['value']} ({row['set_by']})" for row in rows)
 
 
 def exports(variables: list[Variable]) -> list[str]:

@@ -24,8 +24,8 @@ from eval.results.rows import ResultsError
 from eval.results.suite import read_suite
 from tasks.artifacts.artifact import StoreError
 from tasks.config import ChainConfig
+from tasks.preflight.environment import described
 from tasks.preflight.memory import plan_of
-from tasks.runs.child_environment import by_children
 from tasks.runs.history import (
     STEPS_FILE,
     RecordedRun,
@@ -106,7 +106,6 @@ def records_of(run: RecordedRun, config: ChainConfig, reference: str | None) -> 
     versions: dict[str, str] = {}
     for manifest in reversed(manifests):  # the training's own count
         versions |= {k: v for k, v in manifest["versions"].items() if v != "absent"}
-    given = by_children([dict(row) for row in run.environment])
     return Records(
         title=f"{run.name}, run {run.id} ({run.state})",
         steps=steps,
@@ -116,7 +115,7 @@ def records_of(run: RecordedRun, config: ChainConfig, reference: str | None) -> 
         is_cpu=config.train.device == "cpu",
         samples_among_all=config.rollout.samples_among_all,
         versions=versions,
-        environment="; ".join(f"{children}: {words}" for children, words in given.items()),
+        environment=described(run.environment),
         topology=topology_of(config, run),
         commit=next((one["code"] for one in manifests if "code" in one), None),
     )

@@ -77,8 +77,7 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
-    # of child processes: name, value, children, why, stages
-    environment: Sequence[Mapping[str, Any]] = ()
+    environment: Sequence[Mapping[str, str]] = ()  # variables: name, value, set_by
 
     def __post_init__(self) -> None:
         if not all(map(_LABEL.fullmatch, self.stages)):  # they name files in exports

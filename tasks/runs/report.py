@@ -26,7 +26,7 @@ from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.links import BASELINE_EVALUATION
-from tasks.runs.child_environment import by_children
+from tasks.preflight.environment import described
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
@@ -115,15 +115,13 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         f"{side} {manifest['ended_at'][:16].replace('T', ' ')}, {_words(engines[side])}"
         for side, manifest in manifests.items()
     )
-    given = by_children(row for rows in run.environment.values() for row in rows)
-    environment = "; ".join(f"{children}: {words}" for children, words in given.items())
     model = run.config.model
     name = Path(str(model.path or model.id or f"{run.config.run.name} base")).name
     since = ""
     if run.flow == NIGHTLY:
         since = since_first_night(run.store.root, run.config.run.name, after.path)
     trained = counted(run.config.train.total_steps, "step")
-    more = {"environment": environment, "since the first night": since}
+    more = {"environment": described(run.environment), "since the first night": since}
     if run.config.is_adopted:
         trained, more["training"] = "trained elsewhere", describe_adopted(training)
     more["tracked"] = ", ".join(tracked_runs(Path(training.path)))

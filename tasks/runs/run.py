@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,13 +20,13 @@ from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
 from durable import locked, write_atomically
 from redaction import redacted
-from tasks.artifacts.artifact import Artifact, Output, StoreError
+from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.references import forget_resolved
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.links import Link, link_of
-from tasks.runs.child_environment import Rows, child_environment, merge_stages
+from tasks.preflight.environment import recorded
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Run:
     flow: str  # dapo-full, or the name of a single stage
     forced: frozenset[str] = frozenset()  # labels of stages to build even if stored
     stages: dict[str, StageRecord] = field(default_factory=dict)
-    environment: dict[str, Rows] = field(default_factory=dict)  # by stage, cached ones included
+    environment: list[dict[str, str]] = field(default_factory=list)  # as `recorded` returns it
     started_at: float = field(default_factory=time.time)
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
@@ -66,6 +66,7 @@ class Run:
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         folder = store.root / "runs" / f"{now}Z-{os.getpid()}"
         run = Run(config, store, folder, flow, frozenset(forced))
+        run.environment = recorded(os.environ, config)
         with store.disk_errors(NO_FOLDER_ERRORS):
             folder.mkdir(parents=True)
             run.config_path.write_text(dump_config(config), encoding="utf-8")
@@ -110,17 +111,11 @@ class Run:
         started = time.monotonic()
         is_forced = label in self.forced and label not in self.stages
         link = link_of(self.config, label)
-
-        def build_with_environment(folder: Path) -> Output:
-            built = build(folder)
-            output = built if isinstance(built, Output) else Output(built, {})
-            return replace(output, environment=child_environment(link, output.metrics, os.environ))
-
         with _logging_as(label):
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
-                    key, build_with_environment, resumable=link.stage.is_resumable, force=is_forced
+                    key, build, resumable=link.stage.is_resumable, force=is_forced
                 )
                 seconds = time.monotonic() - started
                 with self.store.in_use():
@@ -149,8 +144,6 @@ class Run:
         self.stages[label] = StageRecord(
             cached, seconds, artifact.path, artifact.key, artifact.digest
         )
-        # absent in older artifacts
-        self.environment[label] = artifact.manifest().get("environment", [])
         link = self.folder / label
         link.unlink(missing_ok=True)  # left by a removed attempt
         # relative, so that the store can be moved
@@ -169,7 +162,7 @@ class Run:
             "started_at": self.started_at,
             "seconds": time.time() - self.started_at,
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
-            "environment": merge_stages(self.environment),
+            "environment": self.environment,
             **self.outcome,
         }
         write_atomically(self.folder / RECORD_FILE, json.dumps(record, indent=2))

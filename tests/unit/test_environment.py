@@ -20,6 +20,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dapo_core.machine.device import device_for
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.nodes.on_node import DEVICE_FILES
@@ -28,9 +29,11 @@ from tasks.preflight.environment import (
     TABLE,
     Variable,
     check_environment,
+    described,
     exports,
     faults,
     lint,
+    recorded,
 )
 from tasks.preflight.finding import Findings
 from tests.trainings import config_of
@@ -219,6 +222,16 @@ def test_rows_of_the_table_are_complete_and_their_conditions_known() -> None:
             re.compile(against["value"])
             assert set(against.get("when", ())) <= conditions
     assert len({row["name"] for row in rows}) == len(rows)
+
+
+def test_a_run_records_what_is_set_and_what_the_chain_sets() -> None:
+    ours = device_for("npu").variables(is_shared=True)
+    config = _npu(train={"placement": "colocated", "num_ranks": 1})
+    rows = recorded({"HCCL_CONNECT_TIMEOUT": "600", "OTHER": "1"}, config)
+    by_chain = {row["name"]: row["value"] for row in rows if row["set_by"] == "the chain"}
+    assert by_chain == ours == dict.fromkeys(ours, "auto") | {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    assert "HCCL_CONNECT_TIMEOUT=600 (this environment)" in described(rows)
+    assert "OTHER" not in described(rows)
 
 
 def test_the_command_prints_a_table_shell_lines_or_json() -> None:

@@ -162,6 +162,7 @@ def test_a_private_ray_has_a_token_and_a_short_private_folder(
     assert folder is not None
     assert folder.parent == Path("/tmp")
     assert init.options["_temp_dir"] == str(folder / "ray")
+    assert init.options["runtime_env"]["env_vars"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert init.environment[AUTH_TOKEN] == private_token()
     assert AUTH_MODE not in init.environment
     assert len(private_token()) == 64
