@@ -1,4 +1,4 @@
-"""Where a difference comes from: groups, format or content, lengths, graders, samples."""
+"""Where a difference comes from: groups, format or content, lengths, graders, samples, speed."""
 
 from __future__ import annotations
 
@@ -83,6 +83,15 @@ class MetricChange:
     ci95: tuple[float, float]  # paired
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a server. `latency` is per request, including retries and the waits between them."""
+
+    latency: dict[str, float]  # {"50", "95", "max"}, seconds
+    # while requests were in flight; None if times or tokens are missing
+    tokens_per_second: float | None
+
+
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
     """Change in the number of right responses, per item."""
     return [num_right(after) - num_right(before) for before, after in pairs]
@@ -164,6 +173,25 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
             for name, lengths in sides.items()
         },
     )
+
+
+def measure_speed(rows: Sequence[Row]) -> Speed:
+    """Speed over the answered rows. Pauses between attempts of the evaluation do not count."""
+    seconds = np.array([row.seconds for row in rows])
+    latency = {
+        name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))
+    }
+    spans = sorted(
+        (row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None
+    )
+    tokens = [row.response_tokens for row in rows if row.response_tokens is not None]
+    if len(spans) < len(rows) or len(tokens) < len(rows):
+        return Speed(latency, None)
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return Speed(latency, sum(tokens) / busy if busy else None)
 
 
 def compare_graders(pairs: Sequence[Pair]) -> Graders:

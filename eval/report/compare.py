@@ -10,7 +10,7 @@ from typing import Any, Literal
 from eval import InputError
 from eval.answers.grading import grade
 from eval.report import breakdown
-from eval.report.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.report.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
 from eval.requests.identity import describe_weights, show_same_weights
 from eval.results.rows import (
     SERVED,
@@ -71,6 +71,7 @@ class Side(Rates):
     by_subject: dict[str, GroupResult]
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
     finished_accuracy: float | None  # over those; None without any
+    speed: Speed
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         by_subject=_grouped(items, "subject"),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right) if finished else None,
+        speed=breakdown.measure_speed(rows),
     )
 
 

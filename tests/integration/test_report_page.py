@@ -34,6 +34,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "size": lambda x: f"{100 * x:.1f}",
     "interval": lambda x: f"{100 * x[0]:.1f} to {100 * x[1]:.1f}",
     "points_interval": lambda x: " to ".join(f"{round(100 * bound, 1) + 0.0:+.1f}" for bound in x),
+    "seconds": lambda x: f"{x:.1f} s" if x >= 1 else f"{1000 * x:.0f} ms",
     "text": str,
 }
 TOKENS = {"perf/trained_response_tokens": 1200, "perf/generated_tokens": 2500}

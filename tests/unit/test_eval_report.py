@@ -16,6 +16,7 @@ import pytest
 
 from eval.answers.grading import AISBench, MathGrader
 from eval.endpoint import Sampling
+from eval.report.breakdown import Speed, measure_speed
 from eval.report.compare import ComparisonError, compare, compare_evaluations
 from eval.report.pages import format_duration
 from eval.report.plots import accuracy_plots, training_plots
@@ -238,12 +239,18 @@ def test_both_graders_and_their_disagreements() -> None:
     ] == [["`0`", "before", "`1`", "exact", "`1`"], ["`7`", "after", "`8`", "AISBench", "`-1`"]]
 
 
-def test_facts_of_the_measurement() -> None:
+def test_facts_and_speed_of_the_measurement() -> None:
     items = make_items(4)
-    rows = make_rows(items, "rwnt")
+    # In flight from 998 to 1002 and, after a pause, from 1102 to 1104: 60 tokens in 6 s.
+    ends = (1000.0, 1002.0, 1104.0, 1104.0)
+    rows = [
+        replace(row, ended_at=end, seconds=2.0, response_tokens=15)
+        for row, end in zip(make_rows(items, "rwnt"), ends, strict=True)
+    ]
     settings = settings_of(items, "d" * 64, benchmark="math500")
     side = Evaluation.of(settings, rows)
     result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
+    assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
     assert (result.before.num_finished, result.before.finished_accuracy) == (2, 0.5)
     assert result.before.accuracy == 0.25
     provenance = Provenance(
@@ -268,6 +275,8 @@ def test_facts_of_the_measurement() -> None:
     sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
     engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
     assert engine == "before vllm-0.32.0, after vllm-0.33.0"
+    old = [replace(row, ended_at=None) for row in rows]
+    assert measure_speed(old).tokens_per_second is None
 
 
 def test_lengths_are_in_tokens_if_the_server_counted_all() -> None:
