@@ -237,16 +237,6 @@ def test_token_ids_as_keys_are_sent_as_text(server: ArithmeticServer, endpoint: 
     assert server.requests[0][2]["logit_bias"] == {"1234": -100}
 
 
-def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: Endpoint) -> None:
-    parts = [
-        {"type": "thinking", "thinking": "2 + 3 is 5", "text": "not this"},
-        {"type": "text", "text": "It is "},
-        {"type": "text", "text": "\\boxed{5}."},
-    ]
-    server.behave = lambda handler, prompt, attempt: handler.say(parts)
-    assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None, "2 + 3 is 5")
-
-
 def test_requests_per_second_are_limited(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:

@@ -42,7 +42,6 @@ def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     items, recorded = make_items(1), asked.to_json()
     assert recorded["extra_body"] == {"min_p": 0.05}
     assert json.loads(json.dumps(recorded)) == recorded
-    # Unset fields are not in settings.json, so that results of earlier versions can be resumed.
     plain = sampling(None)
     assert not {"chat_template_kwargs", "extra_body", "source"} & plain.to_json().keys()
     assert not {"chat_template_kwargs", "top_k", "stop"} & plain.body(0).keys()
@@ -166,27 +165,18 @@ def test_models_are_comparable_with_their_own_sampling_and_the_report_shows_it(
         compare_evaluations(load_evaluation(fixed), sides[1])
 
 
-def test_data_columns_map_a_file_s_columns(tmp_path: Path) -> None:
-    own = tmp_path / "own.csv"
-    own.write_text("number,question,result\nA7,What is 1 + 1?,2\n")
-    columns = ("id=number", "problem=question", "answer=result")
-    config = load_config_or_defaults(None, [f"data.columns.{column}" for column in columns])
-    [item] = load_sets(config, tmp_path, str(own))[""].items
-    assert (item.id, item.gold) == ("A7", "2")
-
-
 def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) -> None:
     own, other = tmp_path / "own.eval.csv", tmp_path / "other.csv"
-    own.write_text("asked,result\nWhat is 1 + 1?,2\n")
+    own.write_text("number,asked,result\nA7,What is 1 + 1?,2\n")
     other.write_text("asked,value\nWhat is 1 + 1?,2\n")
     path = tmp_path / "own.yaml"
-    columns = "columns: {problem: asked, answer: result}"
+    columns = "columns: {id: number, problem: asked, answer: result}"
     path.write_text(
         f"data: {{train: arithmetic, eval: [{{set: {own}, {columns}, system_prompt: Add.}}]}}\n"
     )
     config = load_config_or_defaults(path)
     [item] = load_sets(config, tmp_path, str(own))[""].items
-    assert (item.gold, item.prompt[0]["content"]) == ("2", "Add.")
+    assert (item.id, item.gold, item.prompt[0]["content"]) == ("A7", "2", "Add.")
     with pytest.raises(ProblemsError, match=r"columns asked, value.*data\.columns\.problem"):
         load_sets(config, tmp_path, str(other))
 

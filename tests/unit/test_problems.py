@@ -148,27 +148,6 @@ def test_a_named_benchmark_must_be_complete(tmp_path: Path) -> None:
         load_items(write(tmp_path / "math.jsonl", rows[1:]), "math500")
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "line"),
-    [
-        ({"Question": "1 + 1 = ?", "gold": 2}, "aisbench", "in Question and the answer in gold"),
-        ({"messages": [{"role": "user", "content": "1 + 1 = ?"}], "label": 2}, "given", "label"),
-        ({"question": "1 + 1 = ?", "answer": "So\n#### 2"}, "aisbench", "rows as in gsm8k"),
-        ({"problem": "1 + 1 = ?", "answer": "2"}, "aisbench", None),
-    ],
-)
-def test_the_columns_of_an_own_file_are_recognized_by_their_names(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: Any, template: str, line: str | None
-) -> None:
-    (tmp_path / "my.jsonl").write_text(json.dumps(row))
-    with caplog.at_level("INFO", "eval.problems.recognition"):
-        asked = load_set(tmp_path / "my.jsonl")
-    assert [(item.gold, "1 + 1 = ?" in str(item.prompt)) for item in asked.items] == [("2", True)]
-    assert (asked.benchmark, asked.template.name) == (None, template)
-    assert asked.grader == "mathematics"
-    assert [line is not None and line in text for text in caplog.messages] == [True] * bool(line)
-
-
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 def test_the_delimiter_of_a_table_is_found(tmp_path: Path, delimiter: str) -> None:
     cells = [["question", "answer", "note"], ['Is "a, b" 1; 2 | 3?', "007", "x"], ["Next?", "NA"]]

@@ -209,6 +209,7 @@ CONTEXTS: list[tuple[dict[str, Any], str, str]] = [
     ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.\n\n1, 2", "3"),
     ({"passage": "P.", "question": "Is it?", "answer": True}, "P.\n\nIs it?", "True"),
     ({"question": "How many?", "answer": "So it is \\boxed{3}."}, "How many?", "3"),
+    ({"question": "How many?", "answer": "So\n#### 3"}, "How many?", "3"),  # as in gsm8k
     ({"problem": "How many?", "solution": "No, 4.\n#### 3\nDone."}, "How many?", "3"),
 ]
 

@@ -71,7 +71,6 @@ MADE: list[
         {"problem": "P?", "solution": r"So \boxed{x^2}.", "level": "Level 3", "type": "Algebra"},
         ("P?", "x^2", "Algebra", "Level 3"),
     ),
-    ("gsm8k", {"question": "P?", "answer": "1 + 1\n#### 1,002"}, ("P?", "1002", None, None)),
     (
         "geometry3k",
         {"images": [b"x"], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"},
