@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 Batch = list[tuple[Request, Outcome]]
 Finish = Callable[[Request, Outcome], Coroutine[Any, Any, None]]
-OnWeights = Callable[[Weights | None], None]
+OnWeights = Callable[[Weights], None]
 
 
 class Dispatcher:
@@ -108,7 +108,8 @@ class Dispatcher:
         self._checking = asyncio.Lock()
         self._checked_at = -math.inf  # start of the last successful check of the weights
         self._failed_at = 0.0  # last failed request; it invalidates earlier checks
-        self._is_unchecked = True  # other weights may have produced the latest answers
+        # Wall clock: other weights may have produced later answers.
+        self.unchecked_since = math.inf
 
     @property
     def outage(self) -> str:
@@ -152,9 +153,8 @@ class Dispatcher:
     ) -> None:
         """Await `finish`, which must store an outcome before it awaits, for each request.
 
-        `on_weights` is called with the weights when a check has shown that they produced all
-        answers so far, and with None when later answers wait for a check. Stops and raises when
-        `finish` raises, or with ModelChangedError when a server has other weights.
+        `on_weights` is called with the weights after each check. Stops and raises when `finish`
+        raises, or with ModelChangedError when a server has other weights.
         """
         self._on_weights = on_weights
         self._queue.extend(requests)
@@ -186,7 +186,8 @@ class Dispatcher:
                 answer = await connection.answer(request.item, request.sampling, request.sample)
                 request.attempts += 1
             except RequestError as error:
-                self._distrust()
+                self._failed_at = time.monotonic()
+                self.unchecked_since = min(self.unchecked_since, time.time())
                 if self._is_stopped:
                     return
                 if await self._retry(request, connection, error):
@@ -200,17 +201,6 @@ class Dispatcher:
             why = (str(failure), failure.is_final, failure.advice) if failure else ()
             await finish(request, Outcome(answer, request.attempts, seconds, ended_at, *why))
 
-    def _distrust(self) -> None:
-        """Require a check before the next request: a server may return with other weights."""
-        self._failed_at = time.monotonic()
-        if not self._is_unchecked:
-            self._is_unchecked = True
-            self._tell(None)
-
-    def _tell(self, weights: Weights | None) -> None:
-        if self._on_weights is not None:
-            self._on_weights(weights)
-
     async def check_at_end(self) -> None:
         """Raise ModelChangedError if the server that answered now serves other weights."""
         if self._checked_at == -math.inf:
@@ -222,7 +212,7 @@ class Dispatcher:
                 await self._check_weights(connection)
             except RequestError as error:
                 failure = f"{self._endpoint.address} could not be identified at the end: {error}"
-                if self._is_unchecked and not self._is_given_up:
+                if self.unchecked_since < math.inf and not self._is_given_up:
                     self._outage, self._is_given_up = failure, True
                 logger.warning("%s", failure)
             except ModelChangedError as error:
@@ -248,9 +238,10 @@ class Dispatcher:
                     "--output for this one"
                 )
             self._checked_at = began
-            if self._is_unchecked and began > self._failed_at:
-                self._is_unchecked = False
-                self._tell(self._weights)
+            if began > self._failed_at:
+                self.unchecked_since = math.inf
+            if self._on_weights is not None:
+                self._on_weights(self._weights)
 
     async def _identify(self, connection: Connection) -> Weights:
         """Identify the weights behind a connection; unknown if only the probe requests fail."""

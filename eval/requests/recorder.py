@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -29,7 +27,6 @@ from eval.results.rows import (
     SERVED,
     SETTINGS_FILE,
     SUMMARY_FILE,
-    UNCHECKED,
     Evaluation,
     ResultsError,
     Row,
@@ -46,6 +43,7 @@ from eval.results.summary import Summary, mean_response_tokens, write_summary
 logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
+_ROUNDING = 0.001  # seconds, of times in rows
 
 
 @dataclass(frozen=True)
@@ -122,16 +120,8 @@ class Recorder:
             if (item.id, sample) not in self._rows
         ]
 
-    def keep_weights(self, weights: Weights | None, endpoint: Endpoint) -> None:
-        """Store which weights produced all answers so far, and who serves them.
-
-        None: those of later answers are unknown until the next call.
-        """
-        if weights is None:
-            self.settings[UNCHECKED] = math.floor(1000 * time.time()) / 1000  # as in rows
-            write_json(self.folder / SETTINGS_FILE, self.settings)
-            return
-        self.settings.pop(UNCHECKED, None)
+    def keep_weights(self, weights: Weights, endpoint: Endpoint) -> None:
+        """Store which weights produce the answers, and who serves them."""
         self.settings[SERVED] = {
             **weights.to_json(),
             HAS_FILES: weights.has_local_files,
@@ -175,19 +165,29 @@ class Recorder:
             and self._num_failed_in_a_row >= max_consecutive_failures
         )
 
-    def close(self) -> None:
-        """Close results.jsonl. Rows that still wait for a check of the weights are dropped."""
+    def close(self, unchecked_since: float) -> None:
+        """Close results.jsonl and drop answers that arrived since that time."""
         if self._file is not None:
             self._file.close()
-        if UNCHECKED in self.settings:
-            self._rows = _drop_unchecked(self.folder, self._rows, self.settings.pop(UNCHECKED))
-            write_rows(self.folder, self._rows.values())
-            write_json(self.folder / SETTINGS_FILE, self.settings)
+        kept = {
+            key: row
+            for key, row in self._rows.items()
+            if not row.is_answered or (row.ended_at or 0.0) + _ROUNDING < unchecked_since
+        }
+        if num_dropped := len(self._rows) - len(kept):
+            logger.warning(
+                "%s: dropping %d responses that arrived after a failed request, before the server "
+                "showed that it still serves the same model; the next attempt requests them again",
+                self.folder,
+                num_dropped,
+            )
+            self._rows = kept
+            write_rows(self.folder, kept.values())
 
     def set_aside(self, reason: str) -> None:
         """Move all rows to `superseded-N/`, since another model may have produced some of them."""
-        self.settings.pop(UNCHECKED, None)
         _move_aside(self.folder, [reason])
+        self._rows.clear()
 
     def finish(self, server: str, outage: str) -> Summary:
         """Sort the rows like the items, and write and return the summary.
@@ -268,7 +268,7 @@ def _resume(
     Raises ResultsError for rows that answer no expected item.
     """
     stored = read_settings(output_dir) or {}
-    served, unchecked = stored.pop(SERVED, None), stored.pop(UNCHECKED, None)
+    served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
     if _without_grading(stored) != _without_grading(settings):
         if stored or (output_dir / RESULTS_FILE).exists():
@@ -276,7 +276,6 @@ def _resume(
     else:
         found = read_rows(output_dir)
         _refuse_foreign(output_dir, found, expected)
-        found = _drop_unchecked(output_dir, found, unchecked)
         rows = {key: row for key, row in found.items() if row.is_answered}
         reasons = describe_differences(stored, settings)
         stale = [row for row in rows.values() if reasons or scorer_error(row)]
@@ -297,25 +296,6 @@ def _resume(
             "%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows
         )
     return rows
-
-
-def _drop_unchecked(
-    output_dir: Path, rows: Mapping[RowKey, Row], since: float | None
-) -> dict[RowKey, Row]:
-    """Drop the answers since a failed request after which the served weights were not checked."""
-    checked = {
-        key: row
-        for key, row in rows.items()
-        if since is None or not row.is_answered or (row.ended_at or 0.0) < since
-    }
-    if num_dropped := len(rows) - len(checked):
-        logger.warning(
-            "%s: dropping %d responses that arrived after a failed request, before the server "
-            "showed that it still serves the same model; the next attempt requests them again",
-            output_dir,
-            num_dropped,
-        )
-    return checked
 
 
 def _refuse_foreign(

@@ -149,7 +149,7 @@ class _Session:
             raise
         finally:
             for recorder in self._recorders.values():
-                recorder.close()
+                recorder.close(self._dispatcher.unchecked_since)
 
     async def _record(self, requests: Sequence[Request], on_progress: OnProgress | None) -> None:
         progress = _Progress(len(requests), self._dispatcher, on_progress)
@@ -175,7 +175,7 @@ class _Session:
                 await batches.finish()
             await self._dispatcher.check_at_end()
 
-    def _keep_weights(self, weights: Weights | None) -> None:
+    def _keep_weights(self, weights: Weights) -> None:
         for recorder in self._recorders.values():
             recorder.keep_weights(weights, self._endpoint)
 

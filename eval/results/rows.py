@@ -30,8 +30,6 @@ SUMMARY_FILE = "summary.json"
 GRADING_SETTINGS = ("grader", "golds")
 # who served which weights; not among the settings that must agree, see `eval.requests.identity`
 SERVED = "served"
-# time of a failed request, while answers since then wait for a check of the weights
-UNCHECKED = "unchecked_since"
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
 RowKey = tuple[str, int]  # (item id, sample number)
@@ -241,11 +239,6 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
         raise ResultsError(
             f"{directory} {fault}: it is not a results folder of `dapo eval`; name the folder "
             "given as --output"
-        )
-    if UNCHECKED in settings:
-        raise ResultsError(
-            f"{directory}: the evaluation ended before the model behind its last responses was "
-            "checked. Run the same evaluation again; only missing requests are sent."
         )
     rows = read_rows(directory, max_chars)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
