@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from eval.answers.grading import VERDICTS
 from eval.results.rows import Row, Samples, num_right
-from eval.results.statistics import change_interval, holm, measure_change, share_interval
+from eval.results.statistics import (
+    Interval,
+    PairedChange,
+    change_interval,
+    holm,
+    measure_change,
+    share_interval,
+)
 from eval.results.summary import (
     IsSame,
-    count_agreement,
     count_raises,
     group_by,
     item_metrics,
     largest_steps,
-    list_disagreements,
 )
 
 Pair = tuple[Samples, Samples]  # one item before and after; every request was answered
@@ -29,15 +34,15 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 
 @dataclass(frozen=True)
-class GroupChange:
-    """Change of one level or subject, with raw and adjusted p-values."""
+class GroupChange(PairedChange):
+    """Change of one level or subject, with both accuracies and their 95 % intervals."""
 
-    n: int
-    difference: float
-    interval: tuple[float, float]  # 95 %
+    before: float
+    before_interval: Interval
+    after: float
+    after_interval: Interval
     gained: int
     lost: int
-    p: float
     p_holm: float  # over all groups of all fields
 
 
@@ -58,14 +63,11 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Graders:
+class Graders(PairedChange):
     """AISBench's verdicts compared with the exact grader's, over the paired items."""
 
     before: float  # accuracy under AISBench's rule
     after: float
-    difference: float
-    ci95: tuple[float, float]
-    p: float
     raises: dict[str, int]  # side -> responses on which AISBench's own code would raise
     agreement: dict[str, dict[str, int]]  # side -> {both_right, only_exact, only_aisbench, neither}
     disagreements: list[dict[str, Any]]
@@ -107,16 +109,25 @@ def group_changes(
     found: dict[str, dict[str, GroupChange]] = {field: {} for field in fields}
     for (field, key, group), change, p_holm in zip(groups, changes, adjusted, strict=True):
         counts = changes_of(group)
+        before, after = (accuracy_of([pair[side] for pair in group]) for side in (0, 1))
         found[field][key] = GroupChange(
-            n=change.n,
-            difference=change.difference,
-            interval=change.ci95,
+            **vars(change),
+            before=before[0],
+            before_interval=before[1],
+            after=after[0],
+            after_interval=after[1],
             gained=sum(count > 0 for count in counts),
             lost=sum(count < 0 for count in counts),
-            p=change.p,
             p_holm=p_holm,
         )
     return found
+
+
+def accuracy_of(items: Sequence[Samples]) -> tuple[float, Interval]:
+    """The accuracy over items, with its 95 % interval."""
+    right, k = [num_right(samples) for samples in items], len(items[0])
+    interval = share_interval([count / k for count in right], 1 / k)
+    return sum(right) / (k * len(items)), interval
 
 
 def _groups_of(pairs: Sequence[Pair], field: str) -> dict[str, list[Pair]]:
@@ -207,17 +218,36 @@ def compare_graders(pairs: Sequence[Pair]) -> Graders:
         for side, name in enumerate(("before", "after"))
     }
     return Graders(
+        **vars(change),
         before=before,
         after=after,
-        difference=change.difference,
-        ci95=change.ci95,
-        p=change.p,
         raises={name: count_raises(side) for name, side in rows.items()},
-        agreement={name: count_agreement(side) for name, side in rows.items()},
+        agreement={name: _agreement(side) for name, side in rows.items()},
         disagreements=[
-            {"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)
+            {"side": name, **row} for name, side in rows.items() for row in _disagreements(side)
         ],
     )
+
+
+def _agreement(rows: Iterable[Row]) -> dict[str, int]:
+    """Count rows by which of the two graders calls them right."""
+    counts = Counter((row.is_right, row.is_right_by_aisbench) for row in rows)
+    return {
+        "both_right": counts[True, True],
+        "only_exact": counts[True, False],
+        "only_aisbench": counts[False, True],
+        "neither": counts[False, False],
+    }
+
+
+def _disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The rows that only one grader calls right, without their texts."""
+    names = ("id", "sample", "gold", "verdict", "answer")
+    return [
+        {name: getattr(row, name) for name in names} | {"aisbench": asdict(row.aisbench)}
+        for row in rows
+        if row.aisbench is not None and row.is_right != row.aisbench.is_right
+    ]
 
 
 def compare_metrics(

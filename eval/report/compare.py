@@ -22,12 +22,11 @@ from eval.results.rows import (
     load_evaluation,
     num_right,
 )
-from eval.results.statistics import SIGNIFICANCE, PairedChange, measure_change, share_interval
+from eval.results.statistics import SIGNIFICANCE, PairedChange, measure_change
 from eval.results.summary import (
     Budget,
     Rates,
     by_limit,
-    group_by,
     measure_rates,
     rate,
     same_answer_by,
@@ -44,16 +43,6 @@ class ComparisonError(InputError):
 
 
 @dataclass(frozen=True)
-class GroupResult:
-    """One side's accuracy with its 95 % interval, on one level, one subject or all items."""
-
-    n: int  # items
-    right: int  # responses
-    accuracy: float
-    interval: tuple[float, float]
-
-
-@dataclass(frozen=True)
 class Side(Rates):
     """Results of one of the two models, over the paired items."""
 
@@ -67,8 +56,6 @@ class Side(Rates):
     n: int
     right: int
     interval: tuple[float, float]
-    by_level: dict[str, GroupResult]
-    by_subject: dict[str, GroupResult]
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
     finished_accuracy: float | None  # over those; None without any
     speed: Speed
@@ -261,7 +248,6 @@ def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
 
 def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     served = evaluation.settings.get(SERVED) or {}
-    total = _group(items)
     rows = _rows(items)
     finished = [row for row in rows if row.verdict in ("right", "wrong")]
     return Side(
@@ -273,27 +259,13 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         engine=served.get("engine"),
         evaluation=evaluation.digest,
         sampling=evaluation.settings["sampling"],
-        n=total.n,
-        right=total.right,
-        interval=total.interval,
-        by_level=_grouped(items, "level"),
-        by_subject=_grouped(items, "subject"),
+        n=len(items),
+        right=sum(row.is_right for row in rows),
+        interval=breakdown.accuracy_of(items)[1],
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right) if finished else None,
         speed=breakdown.measure_speed(rows),
     )
-
-
-def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
-    groups = group_by(items, lambda samples: getattr(samples[0], field))
-    return {key: _group(group) for key, group in groups.items()}
-
-
-def _group(items: Sequence[Samples]) -> GroupResult:
-    right = [num_right(samples) for samples in items]
-    k = len(items[0])
-    interval = share_interval([count / k for count in right], 1 / k)
-    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), interval)
 
 
 def _rows(items: Sequence[Samples]) -> list[Row]:

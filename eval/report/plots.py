@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import escape
 
-from eval.report.compare import Comparison, GroupResult, Side
+from eval.report.compare import Comparison
 from eval.report.training import PHASES, Steps, series, with_derived
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 _LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 MAX_SIDES = len(_LINE_COLOURS)
 Plots = dict[str, list[str]]
-BothSides = tuple[Side | GroupResult, Side | GroupResult]
 Accuracy = tuple[float, tuple[float, float]]  # with its 95 % interval
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
@@ -94,7 +93,7 @@ _LOGARITHMIC = ("Engine and policy (per token)",)
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
     """All plots of a report: SVGs under accuracy and training."""
     return {
-        "accuracy": accuracy_plots(comparison.before, comparison.after),
+        "accuracy": accuracy_plots(comparison),
         "training": training_plots(steps),
     }
 
@@ -138,27 +137,24 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
     return plots
 
 
-def accuracy_plots(before: Side, after: Side) -> list[str]:
+def accuracy_plots(comparison: Comparison) -> list[str]:
     """Both accuracies with 95 % intervals: overall and by level, then by subject if any."""
-    groups: dict[str, dict[str, BothSides]] = {"level": {"all": (before, after)}, "subject": {}}
-    for key, group in before.by_level.items():
-        groups["level"][f"level {key}"] = (group, after.by_level[key])
-    for key, group in before.by_subject.items():
-        groups["subject"][key] = (group, after.by_subject[key])
+    sides = ((side.accuracy, side.interval) for side in (comparison.before, comparison.after))
+    groups = {"level": {f"all\nn = {comparison.n}": tuple(sides)}, "subject": {}}
+    for field, found in comparison.groups.items():
+        for key, x in found.items():
+            name = _wrapped(f"level {key}" if field == "level" else key)
+            accuracies = (x.before, x.before_interval), (x.after, x.after_interval)
+            groups[field][f"{name}\nn = {x.n}"] = accuracies
     return [
-        _before_after_bars(found, f"Accuracy before and after, by {field}")
-        for field, found in groups.items()
-        if found
+        _grouped_bars(
+            list(bars),
+            dict(zip(("before", "after"), zip(*bars.values(), strict=True), strict=True)),
+            f"Accuracy before and after, by {field}",
+        )
+        for field, bars in groups.items()
+        if bars
     ]
-
-
-def _before_after_bars(groups: Mapping[str, BothSides], label: str) -> str:
-    names = [f"{_wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
-    sides = zip(("before", "after"), zip(*groups.values(), strict=True), strict=True)
-    bars = {
-        side: [(group.accuracy, group.interval) for group in results] for side, results in sides
-    }
-    return _grouped_bars(names, bars, label)
 
 
 def history_plot(labels: Sequence[str], points: Sequence[Accuracy]) -> str:

@@ -80,8 +80,6 @@ class Summary(Rates):
     by_limit: list[Budget]  # results under lower token limits
     # {accuracy, raises: its own code would raise}; None if not its rule
     aisbench: dict[str, float] | None
-    agreement: dict[str, int] | None  # of the two graders, see count_agreement
-    disagreements: list[dict[str, Any]] | None  # rows that only one grader calls right
     # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
     samples: dict[str, dict[str, Any]] | None
     repeats: dict[str, float] | None  # see _repeats; None unless several greedy samples
@@ -110,7 +108,6 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings = evaluation.settings
     answered = [row for row in evaluation.rows if row.is_answered]
-    is_twice = evaluation.has_aisbench
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
         **vars(measure_rates(answered, evaluation)),
@@ -126,10 +123,8 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
             "accuracy": rate(answered, lambda row: row.is_right_by_aisbench),
             "raises": count_raises(answered),
         }
-        if is_twice
+        if evaluation.has_aisbench
         else None,
-        agreement=count_agreement(answered) if is_twice else None,
-        disagreements=list_disagreements(answered) if is_twice else None,
         samples=_sample_metrics(evaluation, is_same) if num_samples > 1 else None,
         repeats=_repeats(evaluation.items.values())
         if num_samples > 1 and temperature == 0
@@ -203,30 +198,9 @@ def acc_norm(rows: Sequence[Row]) -> float | None:
     return right / len(ranked) if ranked else None
 
 
-def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
-    """Count rows by which of the two graders calls them right."""
-    counts = Counter((row.is_right, row.is_right_by_aisbench) for row in rows)
-    return {
-        "both_right": counts[True, True],
-        "only_exact": counts[True, False],
-        "only_aisbench": counts[False, True],
-        "neither": counts[False, False],
-    }
-
-
 def count_raises(rows: Iterable[Row]) -> int:
     """Count rows on which AISBench's own code would raise."""
     return sum(row.aisbench is not None and row.aisbench.raises for row in rows)
-
-
-def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """List the rows that only one grader calls right, without their texts."""
-    names = ("id", "sample", "gold", "verdict", "answer")
-    return [
-        {name: getattr(row, name) for name in names} | {"aisbench": asdict(row.aisbench)}
-        for row in rows
-        if row.aisbench is not None and row.is_right != row.aisbench.is_right
-    ]
 
 
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:

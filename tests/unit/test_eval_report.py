@@ -121,10 +121,8 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     rates = ("no_answer_rate", "truncated_rate", "request_failed_rate")
     assert [report["before"][name] for name in rates] == [1 / 7, 1 / 7, 1 / 8]
     assert report["after"]["request_failed_rate"] == 0.0
-    levels = {
-        key: (x["right"], x["n"], x["accuracy"]) for key, x in report["before"]["by_level"].items()
-    }
-    assert levels == {"1": (2, 4, 0.5), "2": (1, 3, 1 / 3)}
+    levels = {key: (x["n"], x["before"]) for key, x in report["groups"]["level"].items()}
+    assert levels == {"1": (4, 0.5), "2": (3, 1 / 3)}
     assert list(report["transitions"]["wrong"].values()) == [1, 1, 0, 0]  # right, wrong, ...
     assert report["ci95"][0] < 2 / 7 < report["ci95"][1]
     # 100 + 200 + 300 trained; step 2 was trained twice, its last line counts: 3 * 250 generated.
@@ -171,7 +169,7 @@ def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[s
     figures = {"n": 4, "difference": 0.25, "gained": 2, "lost": 1, "p": 1.0}
     assert figures.items() <= level.items()
     assert report["groups"]["level"]["2"]["difference"] == 1 / 3
-    assert level["interval"][0] < 0 < level["interval"][1]
+    assert level["ci95"][0] < 0 < level["ci95"][1]
     assert report["groups"]["subject"]["add"]["p"] == 0.625
     assert report["groups"]["subject"]["add"]["p_holm"] == 1.0  # 3 * 0.625, at most 1
     assert (report["num_groups"], report["expected_false_alarms"]) == (3, pytest.approx(0.15))
@@ -321,7 +319,7 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
 def test_plots_are_well_formed_for_any_level_name() -> None:
     items = [replace(item, level="$x^ <&>", subject="a_$b$ & <c>") for item in ITEMS]
     result = compare_evaluations(evaluation(items, "w" * 8), evaluation(items, "r" * 8))
-    plots = accuracy_plots(result.before, result.after)
+    plots = accuracy_plots(result)
     words = " ".join(
         text for plot in plots for text in ElementTree.fromstring(plot).itertext()
     ).split()
