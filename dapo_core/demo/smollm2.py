@@ -25,20 +25,6 @@ MAX_TERM, MAX_FACTOR = 49, 19
 # Solved in the chat template.
 EXAMPLES = (("+", (12, 35)), ("*", (7, 13)), ("+", (28, 46)), ("*", (16, 4)))
 
-# GGUF's names of a layer's tensors, and those of LlamaForCausalLM.
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
-
 
 def main() -> None:
     """Write the recipe's model folder and problem files."""
@@ -110,105 +96,25 @@ def write_problems(path: Path, rows: list[Problem]) -> None:
 
 
 def convert(weights: Path, folder: Path) -> None:
-    """Write a Llama model in GGUF as a Hugging Face folder, in bfloat16."""
+    """Write a model in GGUF as a Hugging Face folder, in bfloat16."""
     import torch
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
+    import transformers
+    from tokenizers import pre_tokenizers
 
-    reader = GGUFReader(weights)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    num_heads = {
-        "attn_q": fields["llama.attention.head_count"],
-        "attn_k": fields["llama.attention.head_count_kv"],
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": weights.parent,
+        "gguf_file": weights.name,
     }
-    tensors = {}
-    for each in reader.tensors:
-        values = torch.from_numpy(dequantize(each.data, each.tensor_type).copy())
-        part = each.name.split(".")[-2]
-        if part in num_heads:
-            values = _in_halves(values, num_heads[part])
-        tensors[_llama_name(each.name)] = values.bfloat16()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_config(fields, folder)
-    _write_tokenizer(fields, folder)
-
-
-def _llama_name(name: str) -> str:
-    match name.split("."):
-        case ["token_embd", kind]:
-            return f"model.embed_tokens.{kind}"
-        case ["output_norm", kind]:
-            return f"model.norm.{kind}"
-        case ["blk", layer, part, kind]:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
-    raise ValueError(f"{name} is not a tensor of a Llama model with tied embeddings")
-
-
-def _in_halves(values: Any, num_heads: int) -> Any:
-    """Rows of a query or key projection in the order of transformers.
-
-    llama.cpp rotates neighbouring rows of a head, transformers row i and row i + head_dim / 2.
-    """
-    rows, columns = values.shape
-    pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
-    return pairs.swapaxes(1, 2).reshape(rows, columns).contiguous()
-
-
-def _write_config(fields: dict[str, Any], folder: Path) -> None:
-    import torch
-    from transformers import GenerationConfig, LlamaConfig
-
-    ids = {
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-    }
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=fields["llama.vocab_size"],
-        hidden_size=fields["llama.embedding_length"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        num_hidden_layers=fields["llama.block_count"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        head_dim=fields["llama.rope.dimension_count"],
-        max_position_embeddings=fields["llama.context_length"],
-        rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.1g}"),
-        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
-        tie_word_embeddings=True,
-        dtype=torch.bfloat16,
-        **ids,
-    )
-    config.save_pretrained(folder)
-    GenerationConfig(**ids).save_pretrained(folder)
-
-
-def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """A byte-level BPE tokenizer that splits numbers into digits, with its chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    # GGUF only names the model's rule: numbers are split into digits
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
-        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
-        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
-        chat_template=fields["tokenizer.chat_template"],
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if hasattr(transformers, "GgufConfig"):  # such a release keeps the weights quantized if it may
+        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,10 @@ def test_a_converted_model_computes_what_the_original_does(tmp_path: Path) -> No
 
 def write_gguf(path: Path, model: Any) -> None:
     """Write a model as llama.cpp's converter does: neighbouring query and key rows are a pair."""
-    from gguf import GGUFWriter, TokenType
+    from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    parts = {name: part for part, name in smollm2.LAYER_NAMES.items()}
     config, writer = model.config, GGUFWriter(path, "llama")
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -86,6 +85,7 @@ def write_gguf(path: Path, model: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
     writer.add_token_list(VOCABULARY)
     kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(VOCABULARY) - 3)
     writer.add_token_types(kinds)
@@ -101,15 +101,11 @@ def write_gguf(path: Path, model: Any) -> None:
     for name, values in model.state_dict().items():
         if name == "lm_head.weight":
             continue
-        module, rows = name.removesuffix(".weight"), values.float().numpy()
-        if module.startswith("model.layers."):
-            _, _, layer, part = module.split(".", 3)
-            if part in ("self_attn.q_proj", "self_attn.k_proj"):
-                halves = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[1])
-                rows = halves.swapaxes(1, 2).reshape(rows.shape)
-            writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", rows.copy())
-        else:
-            writer.add_tensor(f"{names[module]}.weight", rows)
+        rows = values.float().numpy()
+        if "q_proj" in name or "k_proj" in name:
+            halves = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[1])
+            rows = halves.swapaxes(1, 2).reshape(rows.shape)
+        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", rows.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
