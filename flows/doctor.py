@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +47,6 @@ from flows.services import (
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.store import ArtifactStore
 from tasks.preflight.finding import FAIL, OK, WARN, Finding
-from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -71,7 +69,7 @@ TRY_LOCK = (
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
     """Yield findings as checks finish; `wait_seconds` limits the wait for Prefect's scheduler."""
-    for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
+    for check in (check_packages, check_torch, check_hardware, check_ray):
         yield check()
     folders = (store / ".locks", store.absolute(), *store.absolute().parents)
     new = [path for path in folders if not path.exists()]
@@ -150,18 +148,6 @@ def check_torch() -> Finding:
             advice = f"python -m {torchvision_ops.__name__}"
         return Finding("torch", FAIL, fault, advice)
     return Finding("torch", OK, version)
-
-
-def check_supervision() -> Finding:
-    """Start a child process under supervision."""
-    with tempfile.TemporaryDirectory() as folder:
-        command, log = [sys.executable, "-c", ""], Path(folder) / "log"
-        try:
-            run_command(command, log_path=log, label="dapo doctor")
-        except ChildProcessFailed as error:
-            advice = "run on Linux, where stages can start processes"
-            return Finding("child processes", FAIL, str(error), advice)
-    return Finding("child processes", OK, "supervised")
 
 
 def check_hardware() -> Finding:
