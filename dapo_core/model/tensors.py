@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dapo_core.errors import ModelError, counted
 from dapo_core.model.folder import (
@@ -32,8 +32,6 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _INTEGER_BUFFER = re.compile(r"\.(bias|masked_bias|position_ids)$")  # in old files
-_ADAPTER = re.compile(r"(^|\.)lora_|^base_model\.model\.")
-_HEAD = re.compile(r"^(score|classifier|qa_outputs|summary|v_head|value_head|reward_head)\.")
 _OTHER_MEDIA = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
 _ORIGINAL = "set model.path to the original model with weights in BF16, F16 or F32"
 
@@ -131,7 +129,7 @@ def require_original_weights(folder: Path) -> dict[str, TensorHeader]:
     """Return the headers of a generative model's weights.
 
     Raises ModelError for an incomplete folder, and for weights that training cannot continue from:
-    quantized, adapters, other heads, and file names that transformers does not load.
+    quantized, adapters, and file names that transformers does not load.
     """
     require_model_folder(folder)
     require_generative(folder)
@@ -146,15 +144,6 @@ def require_original_weights(folder: Path) -> dict[str, TensorHeader]:
                 )
     headers = read_headers(folder)
     _require_floats(folder, headers)
-    for pattern, what, advice in (
-        (_ADAPTER, "of a LoRA adapter", "merge it into its base model"),
-        (_HEAD, "of a classification, reward or value head", "use the model without the head"),
-    ):
-        if found := [name for name in headers if pattern.search(name)]:
-            raise ModelError(
-                f"{folder} contains {counted(len(found), 'tensor')} {what}, such as {found[0]}; "
-                f"{advice}, and set model.path to the result"
-            )
     _require_standard_names(folder)
     return headers
 
@@ -210,7 +199,7 @@ def require_same_tensors(
         lists = f"not in the files: {sample_of(missing)}, not in the model: {sample_of(unexpected)}"
         raise ModelError(
             f"the files in {model_path} and {type(model).__name__} do not have the same tensors "
-            f"({lists}); {_advice(model, missing, unexpected)}"
+            f"({lists}); {_advice(missing, unexpected)}"
         )
     wrong = [name for name, shape in shapes.items() if headers[name].shape != tuple(shape)]
     if wrong:
@@ -222,26 +211,17 @@ def require_same_tensors(
         )
 
 
-def _advice(model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return why the names differ, as far as they show it, and what to do."""
-    head, base = "lm_head.weight", f"{model.base_model_prefix}."
-    if [*missing] == [head]:
+    if [*missing] == ["lm_head.weight"]:
         return (
             "if the output head is the embedding, set tie_word_embeddings=true in config.json, "
             "else fetch the model again"
         )
-    if unexpected and {*missing} - {head} == {f"{base}{name}" for name in unexpected}:
-        return (
-            f"names without {base} are those of a base model without output head, such as an "
-            f"embedding model; {OTHER_MODEL}"
-        )
     if any(map(_OTHER_MEDIA.search, unexpected)):
         return "the weights are of a multimodal model, but config.json describes a text model"
-    for name in unexpected:
-        prefix = name.removesuffix(missing[0]) if missing else name
-        if prefix != name and {*unexpected} == {f"{prefix}{each}" for each in missing}:
-            return f"the names begin with {prefix}: save the model again without its wrapper"
     return (
-        "either the folder is incomplete, or config.json belongs to another model, or engines and "
-        f"ranks name this architecture's weights differently; {OTHER_MODEL}"
+        "either the folder is incomplete, or its weights are of another kind of model or were "
+        "saved in a wrapper, or config.json belongs to another model, or engines and ranks name "
+        f"this architecture's weights differently; {OTHER_MODEL}"
     )

@@ -347,25 +347,17 @@ FOLDERS: dict[str, tuple[Alter, str]] = {
     "awq tensors": (_tensors(_awq), "14 of its 34 tensors, such as model.layers.0.mlp.down_proj.q"),
     "fp8 tensors": (_tensors(_fp8), "14 of its 20 tensors, .* are F8_E4M3; set model.path to the"),
     "adapter": (_text("adapter_config.json", "{}"), "merge the adapter into the model"),
-    "unmerged": (
-        _tensors(lambda it: {f"base_model.model.{name}": each for name, each in it.items()}),
-        "contains 20 tensors of a LoRA adapter, such as base_model.model.",
-    ),
     "reward model": (
         _config(architectures=["LlamaForSequenceClassification"]),
         "is a LlamaForSequenceClassification .* does not generate text",
     ),
     "value head": (
         _tensors(lambda it: it | {"v_head.summary.weight": torch.ones(1, 64)}),
-        "1 tensor of a classification, reward or value head, such as v_head.summary.weight",
-    ),
-    "embedding model": (
-        _tensors(lambda it: {name.removeprefix("model."): each for name, each in it.items()}),
-        f"{NAMES}.*names without model. are those of a base model",
+        rf"{NAMES} .*not in the model: 1 \(v_head.summary.weight\)\)",
     ),
     "wrapped": (
         _tensors(lambda it: {f"module.{name}": each for name, each in it.items()}),
-        f"{NAMES}.*the names begin with module.: save the model again without its wrapper",
+        rf"{NAMES}.*not in the model: 20 \(module\..* saved in a wrapper",
     ),
     "images": (
         _tensors(lambda it: it | {"visual.proj.weight": torch.ones(1, 64)}),
