@@ -35,7 +35,7 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 @dataclass(frozen=True)
 class GroupChange(PairedChange):
-    """Change of one level or subject, with both accuracies and their 95 % intervals."""
+    """Change of a level, subject or benchmark, with accuracies and their 95 % intervals."""
 
     before: float
     before_interval: Interval
@@ -43,7 +43,7 @@ class GroupChange(PairedChange):
     after_interval: Interval
     gained: int
     lost: int
-    p_holm: float  # over all groups of all fields
+    p_holm: float  # over all groups of all fields, or over the suite
 
 
 @dataclass(frozen=True)

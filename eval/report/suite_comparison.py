@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from eval.problems.prompts import PLACE
+from eval.report.breakdown import GroupChange
 from eval.report.compare import Comparison, Side
 from eval.report.gates import ACCURACY, Metrics
 from eval.results.rows import Evaluation
 from eval.results.statistics import (
     SIGNIFICANCE,
-    Interval,
     PairedChange,
     Stratum,
     holm,
@@ -22,23 +22,12 @@ from eval.results.suite import Member
 
 
 @dataclass(frozen=True)
-class BenchmarkChange:
-    """One row of a suite's table. Accuracies and differences are shares."""
+class BenchmarkChange(GroupChange):
+    """One row of a suite's table. `n` counts items that were answered on both sides."""
 
     name: str
     weight: float
     num_samples: int
-    n: int  # items that were answered on both sides
-    before: float
-    before_interval: Interval
-    after: float
-    after_interval: Interval
-    difference: float
-    ci95: Interval
-    p: float
-    p_holm: float  # adjusted over the suite
-    gained: int
-    lost: int
     num_elsewhere: int  # items whose problem the pool counts under an earlier benchmark
     before_metrics: Metrics
     after_metrics: Metrics
@@ -85,13 +74,15 @@ class Paired:
             weight=member.weight,
             num_samples=comparison.num_samples,
             n=comparison.n,
+            difference=comparison.difference,
+            ci95=comparison.ci95,
+            p=comparison.p,
+            mid_p=comparison.mid_p,
+            detectable=comparison.detectable,
             before=before.accuracy,
             before_interval=before.interval,
             after=after.accuracy,
             after_interval=after.interval,
-            difference=comparison.difference,
-            ci95=comparison.ci95,
-            p=comparison.p,
             p_holm=comparison.p,
             gained=comparison.c,
             lost=comparison.b,
