@@ -155,15 +155,10 @@ def read_utf8(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None
-
-
-def not_utf8(path: Path, error: UnicodeDecodeError) -> ProblemsError:
-    """Return the error for a file that is not UTF-8."""
-    return ProblemsError(
-        f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as "
-        "UTF-8 text"
-    )
+        raise ProblemsError(
+            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it "
+            "as UTF-8 text"
+        ) from None
 
 
 def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -167,16 +167,6 @@ def test_a_misspelt_key_gets_a_suggestion() -> None:
     assert only("megatron_training: {zzz_of_a_fork: 1}").fate == "ignored-by-trainer"
 
 
-def test_contradicting_lengths_are_reported() -> None:
-    text = """
-        rl_config: {overlong_buffer_enable: true, rollout_max_tokens: 2048}
-        generate_config: {sampling_config: {max_tokens: 4096}}
-    """
-    fates = {entry.setting.key: entry.fate for entry in account(text).entries}
-    assert fates["rl_config.rollout_max_tokens"] == "contradicting"
-    assert fates["generate_config.sampling_config.max_tokens"] == "contradicting"
-
-
 def test_the_model_file_sets_keys_that_nothing_else_sets(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "small.yaml").write_text(
