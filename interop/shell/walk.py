@@ -22,6 +22,7 @@ SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep
 SUCCEEDING |= {"wait", "printf", "tee", "cat"}
 # Commands that start none of their words; all others may.
 STARTING_NOTHING = SUCCEEDING | {"grep", "sed", "awk", "pkill", "pgrep", "alias", "which", "git"}
+PROGRAM = re.compile(r"(?:^|[\s;&|(=])(?:[\w./~-]*/)?(?:python[\d.]*|torchrun|bash|sh|zsh)\s")
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 COMMENT_OF_A_LIST = re.compile(rb"(?m)(?<=[ \t])`#[^`\n]*`(?=[ \t]*\\?$)")
 ONE_LINE = ("command", "declaration_command", "variable_assignments", "variable_assignment")
@@ -286,6 +287,15 @@ class Walk:
             self.run(words, own)
         for name, text in () if words else own.items():
             self.scope.assign(name, text)
+        for child in node.named_children:
+            if child.type == "herestring_redirect":
+                self.feed(self.of(node), scalar(self.of(child.children[-1]), self.scope))
+
+    def feed(self, receiver: str, text: str) -> None:
+        """Follow a text that is the input of the last command in `receiver`."""
+        words = receiver.rpartition("|")[2].split()
+        if words and not starts_nothing(words[0]):
+            self.follow(text)
 
     def sources(self, nodes: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         """Yield the words of a command or array; adjacent nodes without a blank are one word."""
@@ -330,12 +340,22 @@ class Walk:
                 self.launch(words, own)
 
     def launch(self, words: list[Word], own: dict[str, str]) -> None:
-        """Follow the shell that a command starts, such as `srun bash -c TEXT`; else record the
-        command.
+        """Follow the shell that a command starts, such as `srun bash -c TEXT`, or texts for one
+        elsewhere, such as `ssh HOST TEXT`; else record the command.
         """
         at = shell_in(words)
-        if at is None or not self.start(words[at:], own):
-            self.keep(words, own)
+        if at is not None and self.start(words[at:], own):
+            return
+        self.keep(words, own)
+        for word in words[1:]:
+            self.follow(word.text)
+
+    def follow(self, text: str) -> None:
+        """Walk a text that another shell runs, if it is bash that starts a program."""
+        if PROGRAM.search(text) and not parsed(text.encode())[0].has_error:
+            status = self.status
+            self.apart(lambda: self.text(text))
+            self.status = status
 
     def keep(self, words: list[Word], own: dict[str, str]) -> None:
         """Record a command with its environment."""
@@ -501,8 +521,12 @@ class Walk:
     # Groups, loops and functions
 
     def on_pipeline(self, node: Any) -> None:
+        first, num_before = node.named_children[0], len(self.script.commands)
         for child in node.named_children:
             self.apart(functools.partial(self.block, [child]))
+        if first.type == "command" and self.of(first).startswith(("echo ", "printf ")):
+            printed = self.script.commands[num_before].words[1:]
+            self.feed(self.of(node), " ".join(word.text for word in printed))
         self.status = verdict_of(self.scope.mark(self.of(node), SUCCESS))
 
     def on_subshell(self, node: Any) -> None:
@@ -595,6 +619,8 @@ class Walk:
         origin = self.at(parts["heredoc_body"])
         if paths:
             self.script.documents[scalar(paths[0], self.scope)] = Word(text, origin)
+        else:
+            self.feed(self.of(parts.get("pipeline", body or heredoc)), text)
 
 
 def starts_nothing(name: str) -> bool:
