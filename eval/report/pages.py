@@ -181,11 +181,11 @@ def measure(value: float | None, unit: str) -> str:
     return "unknown" if value is None else f"{value:.1f} %" if unit == "%" else count(round(value))
 
 
-def _cell(text: Any) -> str:
+def _cell(text: Any, width: int = _MAX_CELL_CHARS) -> str:
     """Untrusted text as a one-line code span that cannot break a Markdown table."""
     line = " ".join(str(text).split()).replace("`", "'")
-    if len(line) > _MAX_CELL_CHARS:
-        line = line[: _MAX_CELL_CHARS - 3] + "..."
+    if len(line) > width:
+        line = line[: width - 3] + "..."
     return f"`{line}`".replace("|", "\\|") if line else "-"
 
 
