@@ -52,7 +52,7 @@ def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> Ran
         prompt_lengths=torch.full((num_rows,), num_prompt_tokens),
         response_lengths=torch.full((num_rows,), num_response_tokens),
         response_mask=torch.ones_like(values, dtype=torch.bool),
-        group_ids=torch.zeros(num_rows, dtype=torch.int64),
+        group_ids=torch.arange(num_rows),
         rewards=torch.zeros(num_rows, dtype=torch.float64),
         is_scored=torch.zeros(num_rows, dtype=torch.bool),
         rollout_log_probs=values,

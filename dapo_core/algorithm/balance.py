@@ -1,4 +1,7 @@
-"""Load balancing: distributes sequences over ranks and micro-batches of nearly equal cost."""
+"""Load balancing: distributes sequences over ranks and micro-batches of nearly equal cost.
+
+Siblings whose prompt is worth sharing stay together, in bundles small enough to balance.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,34 @@ import torch
 
 from dapo_core.algorithm.batch import Batch
 from dapo_core.errors import DataError
+
+# A shared prompt needs an attention mask and keeps siblings together, so it must save many tokens.
+MIN_SAVED_SHARE = 0.25
+BUNDLES_PER_RANK = 4  # at least, so that ranks can be balanced
+
+
+def prompt_owners(batch: Batch) -> np.ndarray:
+    """Return the row whose prompt tokens each row uses: [B], the row itself unless siblings share.
+
+    Siblings share if this saves `MIN_SAVED_SHARE` of their prompt+response tokens, and if the
+    routing to replay is the same for all their prompts. Example with 3 siblings, a prompt of 4
+    tokens and responses of 2, 3 and 1: 2 * 4 of 18 tokens, so [0, 0, 0].
+    """
+    groups = batch.group_ids.numpy()
+    firsts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
+    sizes = np.diff(firsts, append=len(groups))
+    saved = (sizes - 1) * batch.prompt_lengths.numpy()[firsts]
+    is_shared = (saved > 0) & (saved >= MIN_SAVED_SHARE * np.add.reduceat(batch.lengths, firsts))
+    rows = np.arange(len(groups))
+    if batch.routing is not None:
+        for number in np.flatnonzero(is_shared).tolist():
+            first, siblings = firsts[number], rows[firsts[number] :][: sizes[number]]
+            count = int(batch.prompt_lengths[first])
+            own = batch.routing[first][:count]
+            is_shared[number] = all(
+                np.array_equal(batch.routing[row][:count], own) for row in siblings
+            )
+    return np.where(np.repeat(is_shared, sizes), np.repeat(firsts, sizes), rows)
 
 
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
@@ -106,14 +137,46 @@ def split_batch(
             f"than the {max_tokens} allowed in a micro-batch (train.micro_batch_tokens x "
             "train.sequence_parallel); raise train.micro_batch_tokens"
         )
-    costs = workload(lengths, hidden_size)
-    indices = balance_over_ranks(costs, num_data_ranks)
-    count = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
-    shares = []
-    for rows in indices:
-        part = batch.select(rows if len(rows) else [0])
-        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, count)))
+    bundles, tokens, costs = _bundles(batch, num_data_ranks, max_tokens, hidden_size)
+    parts = balance_over_ranks(costs, num_data_ranks)
+    count = max(len(micro_batches(tokens[part], costs[part], max_tokens)) for part in parts)
+    shares, indices = [], []
+    for part in parts:
+        rows = _rows(bundles, part)
+        sets = micro_batches(tokens[part], costs[part], max_tokens, count)
+        chosen = [np.searchsorted(rows, _rows(bundles, part[each])) for each in sets]
+        shares.append(RankShare(batch.select(rows if len(rows) else [0]), chosen))
+        indices.append(rows)
     return shares, indices
+
+
+def _bundles(
+    batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Return the batch's rows in bundles that share a prompt, with their tokens and costs.
+
+    A micro-batch's limit counts a shared prompt once for each response, as attention copies its
+    keys; the cost counts it once.
+    """
+    lengths, owners = batch.lengths, prompt_owners(batch)
+    costs = workload(lengths, hidden_size)
+    max_cost = costs.sum() / (BUNDLES_PER_RANK * num_data_ranks)
+    firsts: list[int] = []
+    num_tokens, cost = 0, 0.0  # of the last bundle
+    for row in range(len(lengths)):
+        num_tokens, cost = num_tokens + lengths[row], cost + costs[row]
+        if owners[row] == row or num_tokens > max_tokens or cost > max_cost:
+            firsts.append(row)
+            num_tokens, cost = lengths[row], costs[row]
+    sizes = np.diff(firsts, append=len(lengths))
+    saved = (sizes - 1) * workload(batch.prompt_lengths.numpy()[firsts], hidden_size)
+    bundles = np.split(np.arange(len(lengths)), firsts[1:])
+    return bundles, np.add.reduceat(lengths, firsts), np.add.reduceat(costs, firsts) - saved
+
+
+def _rows(bundles: Sequence[np.ndarray], chosen: np.ndarray) -> np.ndarray:
+    """Return the rows of the chosen bundles, in the batch's order."""
+    return np.sort(np.concatenate([np.empty(0, np.int64), *(bundles[each] for each in chosen)]))
 
 
 def mini_batches(

@@ -1,5 +1,9 @@
 """Attention over a packed row: each sequence attends only to itself, without a full attention mask.
 
+Siblings may share their prompt's tokens: the prompt attends to itself, and each response to the
+prompt and itself, so the prompt's states are computed once. Only the keys that a response reads are
+copied.
+
 Under Ulysses sequence parallelism (arXiv:2309.14509), ranks exchange slices of the row for
 attention heads.
 """
@@ -31,49 +35,66 @@ PACKED_ATTENTION = "packed"
 
 @dataclass(frozen=True)
 class PaddedBlock:
-    """Sequences of similar length, computed as one padded tensor."""
+    """Spans of similar length, computed as one padded tensor."""
 
-    num_sequences: int
-    num_tokens: int  # of the longest sequence
-    # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
-    tokens: torch.Tensor
+    num_spans: int
+    num_tokens: int  # of the longest span
+    num_prompt_tokens: int  # that each span reads before itself
+    # [num_spans * num_tokens]: positions in the row; padding repeats token 0
+    queries: torch.Tensor
+    # [num_spans * (num_prompt_tokens + num_tokens)]: likewise
+    keys: torch.Tensor
 
 
 class Packing:
-    """Layout of the sequences in a packed row of N tokens; passed to every attention layer.
+    """Layout of the spans in a packed row of N tokens; passed to every attention layer.
+
+    A span is a sequence, a prompt that siblings share, or a response to one.
 
     Not a dataclass, because FSDP2's mixed precision would copy one with its tensors before every
     layer.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+        prompts: np.ndarray | None = None,
     ) -> None:
-        """Lay out consecutive sequences with the given lengths.
+        """Lay out consecutive spans with the given lengths.
 
-        A sequence shorter than half of a block's longest starts the next block, so at most half of
-        a block is padding. group: the ranks that each hold a slice of the row; None for a whole
-        row.
+        A span shorter than half of a block's longest starts the next block, prompts included, so at
+        most half of a block is padding. group: the ranks that each hold a slice of the row; None
+        for a whole row. prompts: [spans, 2], the first token of the prompt that a span reads, and
+        its number of tokens, 0 for none; None: no span reads any.
         """
         self.group = group
         self.layers: set[int] = set()  # indices of the layers that used this packing
         self.blocks: list[PaddedBlock] = []
         counts = np.asarray(lengths, dtype=np.int64)
+        prompts = np.zeros((len(counts), 2), np.int64) if prompts is None else prompts
         starts = np.cumsum(counts) - counts
         positions = np.empty(counts.sum(), dtype=np.int64)
-        order = np.argsort(-counts, kind="stable")
+        longest_first = np.argsort(-counts, kind="stable")
         filled = 0
-        while len(order):
-            longest = int(counts[order[0]])
-            members, order = order[2 * counts[order] >= longest], order[2 * counts[order] < longest]
-            offsets = np.arange(longest)
-            is_token = offsets < counts[members, None]
-            tokens = np.where(is_token, starts[members, None] + offsets, 0)
-            positions[tokens[is_token]] = filled + np.flatnonzero(is_token)
-            filled += tokens.size
-            self.blocks.append(
-                PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device))
-            )
+        for num_prompt_tokens in np.unique(prompts[:, 1]).tolist():
+            order = longest_first[prompts[longest_first, 1] == num_prompt_tokens]
+            order = order[counts[order] > 0]
+            totals = num_prompt_tokens + counts
+            while len(order):
+                longest = int(counts[order[0]])
+                is_similar = 2 * totals[order] >= totals[order[0]]
+                members, order = order[is_similar], order[~is_similar]
+                offsets = np.arange(longest)
+                is_token = offsets < counts[members, None]
+                queries = np.where(is_token, starts[members, None] + offsets, 0)
+                positions[queries[is_token]] = filled + np.flatnonzero(is_token)
+                filled += queries.size
+                shared = prompts[members, :1] + np.arange(num_prompt_tokens)
+                keys = np.concatenate([shared, queries], axis=1)
+                indices = (torch.from_numpy(each.ravel()).to(device) for each in (queries, keys))
+                self.blocks.append(PaddedBlock(len(members), longest, num_prompt_tokens, *indices))
         # [N]: position of each token in the blocks
         self.positions = torch.from_numpy(positions).to(device)
 
@@ -90,8 +111,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention in each sequence: [1, n, H, D] from queries, keys, values [1, H, n, D].
 
-    With right padding, the causal kernel is exact without a mask. Raises ModelError for
-    architectures that modify attention scores.
+    With right padding, the causal kernel is exact without a mask, unless a prompt is shared. Raises
+    ModelError for architectures that modify attention scores.
     """
     packing, scale, window = map(options.get, ("packing", "scaling", "sliding_window"))
     changes = map(options.get, ("softcap", "s_aux", "position_bias"))
@@ -124,14 +145,15 @@ def _attend(
     window: int | None,
     dropout: float,
 ) -> torch.Tensor:
-    """[N, H, D] of the row -> [num_sequences * num_tokens, H, D]."""
-    shape = (block.num_sequences, block.num_tokens)
+    """[N, H, D] of the row -> [num_spans * num_tokens, H, D]."""
     query, key, value = (
-        part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states
+        part.index_select(0, tokens).unflatten(0, (block.num_spans, -1)).transpose(1, 2)
+        for part, tokens in zip(states, (block.queries, block.keys, block.keys), strict=True)
     )
     mask = None
-    if window and window < block.num_tokens:
-        mask = _band(block.num_tokens, window, query.device)
+    num_keys = block.num_prompt_tokens + block.num_tokens
+    if block.num_prompt_tokens or (window and window < num_keys):
+        mask = _mask(block.num_tokens, num_keys, window, query.device)
     # Only flash kernels on accelerators support GQA without materializing all scores.
     is_flash = query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     is_flash = is_flash and device_for(query.device.type).shares_key_heads
@@ -151,11 +173,16 @@ def _attend(
     return attended.transpose(1, 2).flatten(0, 1)
 
 
-def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of a sliding window: each token and the `window` - 1 before it."""
-    positions = torch.arange(num_tokens, device=device)
-    distance = positions.unsqueeze(1) - positions
-    return (distance >= 0) & (distance < window)
+def _mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Return which keys the last `num_queries` tokens read: [num_queries, num_keys] bool.
+
+    Each reads itself and the tokens before it, or the `window` - 1 before it.
+    """
+    num_before = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(num_before)
+    return mask.triu_(num_before - window + 1) if window else mask
 
 
 def sequence_group(sequence_parallel: int) -> ProcessGroup | None:

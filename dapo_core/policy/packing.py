@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dapo_core.algorithm.balance import RankShare
+from dapo_core.algorithm.balance import RankShare, prompt_owners
 from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
@@ -43,8 +43,10 @@ class PackedRow:
     """A rank's n tokens of a packed row, M of which predict a response token.
 
     Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]],
-    position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], sequences
-    [0, 0, 0, 0, 1, 1], routing None, cells [0, 1, 2] of a [2, 2] batch.
+    position_ids [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], places and tokens
+    [0, 1, 2, 3, 4, 5], sequences [0, 0, 0, 0, 1, 1], routing None, cells [0, 1, 2] of a [2, 2]
+    batch. With prompt (5, 6) shared by responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 4]],
+    position_ids [[0, 1, 2, 3, 2]], predictors [1, 2, 1], places [0, 1, 2, 3, 0, 1, 4].
     """
 
     token_ids: torch.Tensor  # [1, n]
@@ -53,7 +55,12 @@ class PackedRow:
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
-    sequences: torch.Tensor  # [n]: the row of each token in the batch, -1 for padding
+    # [N]: positions in the whole row of the batch's sequences, one after the other; a shared
+    # prompt's once for each sibling
+    places: np.ndarray
+    # [m]: likewise the positions in the slice of its tokens, and their rows in the batch
+    tokens: torch.Tensor
+    sequences: torch.Tensor
     # [n, layers, K] uint8: Batch.routing of the tokens; None: each router's own choice
     routing: torch.Tensor | None
     # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
@@ -64,50 +71,83 @@ class PackedRow:
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
     """Return the batch as one row, or this rank's equal slice of it under sequence parallelism.
 
-    If the row does not divide evenly, padding is appended as a separate sequence.
+    Siblings that share their prompt have it once. If the row does not divide evenly, padding is
+    appended as a separate sequence.
     """
     num_ranks = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
-    counts = batch.prompt_lengths + batch.response_lengths
-    num_padding = int(-counts.sum() % num_ranks)
-    columns = torch.arange(batch.token_ids.shape[1])
-    is_token = columns < counts.unsqueeze(-1)  # [b, T]
-    padding = torch.zeros(num_padding, dtype=torch.int64)
-    token_ids = torch.cat([batch.token_ids[is_token].long(), padding])
-    positions = _positions(batch, counts)
-    padded = torch.arange(num_padding).expand(*positions.shape[:-1], -1)
-    positions = torch.cat([positions, padded], dim=-1)
-    numbers = torch.arange(len(counts)).repeat_interleave(counts)
-    sequences = torch.cat([numbers, padding - 1])
-
-    offsets = torch.arange(batch.response_mask.shape[1])
-    is_response = batch.is_response  # [b, R]
-    starts = counts.cumsum(0) - counts + batch.prompt_lengths
-    # [M] positions of response tokens in the row
-    responses = (starts.unsqueeze(-1) + offsets)[is_response]
-    cells = torch.arange(is_response.numel()).view_as(is_response)[is_response]
-
-    size = len(token_ids) // num_ranks
+    spans, prompts, places = _layout(batch)
+    num_padding = int(-spans.sum() % num_ranks)
+    if num_padding:
+        spans, prompts = np.append(spans, num_padding), np.pad(prompts, ((0, 1), (0, 0)))
+    size = int(spans.sum()) // num_ranks
     first = rank * size
-    # a token is predicted by the one before it
-    is_local = (responses > first) & (responses <= first + size)
+    # [N]: one sequence after the other -> [n]: their tokens in the slice
+    _, sources = np.unique(places, return_index=True)
+    sources = sources[first : first + size]
+    missing = size - len(sources)  # padding of the last rank
+
+    counts = batch.prompt_lengths + batch.response_lengths
+    is_token = torch.arange(batch.token_ids.shape[1]) < counts.unsqueeze(-1)  # [b, T]
+    token_ids = batch.token_ids[is_token].long()
+    positions = _positions(batch, counts)
+    position_ids = torch.cat(
+        [positions[..., sources], torch.arange(missing).expand(*positions.shape[:-1], -1)], dim=-1
+    )
     routing = None
     if batch.routing is not None:
-        parts = torch.from_numpy(np.concatenate(batch.routing)[first : first + size])
-        missing = size - len(parts)  # padding of the last rank
+        parts = torch.from_numpy(np.concatenate(batch.routing)[sources])
         routing = functional.pad(parts, (0, 0, 0, 0, 0, missing), value=UNKNOWN_EXPERT).to(device)
-    lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
+
+    is_response = batch.is_response  # [b, R]
+    starts = counts.cumsum(0) - counts + batch.prompt_lengths
+    offsets = torch.arange(batch.response_mask.shape[1])
+    responses = (starts.unsqueeze(-1) + offsets)[is_response]  # [M]: of N
+    cells = torch.arange(is_response.numel()).view_as(is_response)[is_response]
+    predictors = torch.from_numpy(places)[responses - 1] - first
+    is_local = (predictors >= 0) & (predictors < size)
+    numbers = torch.arange(len(counts)).repeat_interleave(counts)
+    tokens = torch.from_numpy(places) - first
+    is_here = (tokens >= 0) & (tokens < size)
     return PackedRow(
-        token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
-        position_ids=positions[..., first : first + size].unsqueeze(-2).to(device),
-        packing=Packing(lengths, device, group),
-        predictors=(responses[is_local] - 1 - first).to(device),
+        token_ids=functional.pad(token_ids[sources], (0, missing)).unsqueeze(0).to(device),
+        position_ids=position_ids.unsqueeze(-2).to(device),
+        packing=Packing(spans, device, group, prompts),
+        predictors=predictors[is_local].to(device),
         targets=token_ids[responses[is_local]].to(device),
-        sequences=sequences[first : first + size].to(device),
+        places=places,
+        tokens=tokens[is_here].to(device),
+        sequences=numbers[is_here].to(device),
         routing=routing,
         cells=cells[is_local],
-        pictures=_pictures(batch, counts, slice(first, first + size), device),
+        pictures=_pictures(batch, counts, sources, device),
     )
+
+
+def _layout(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the spans of a row, the prompts that they read (Packing), and PackedRow.places."""
+    owners = prompt_owners(batch)
+    num_shared = np.bincount(owners, minlength=len(owners))
+    spans: list[int] = []
+    prompts: list[tuple[int, int]] = []
+    places: list[np.ndarray] = []
+    num_tokens, prompt = 0, (0, 0)
+    lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    for row, (prompt_tokens, response_tokens) in enumerate(lengths):
+        is_shared = num_shared[owners[row]] > 1
+        if is_shared and owners[row] == row:
+            prompt = num_tokens, prompt_tokens
+            spans.append(prompt_tokens)
+            prompts.append((0, 0))
+            num_tokens += prompt_tokens
+        if is_shared:
+            places.append(prompt[0] + np.arange(prompt_tokens))
+        span = response_tokens if is_shared else prompt_tokens + response_tokens
+        spans.append(span)
+        prompts.append(prompt if is_shared else (0, 0))
+        places.append(num_tokens + np.arange(span))
+        num_tokens += span
+    return np.array(spans), np.array(prompts), np.concatenate(places)
 
 
 def _positions(batch: Batch, counts: torch.Tensor) -> torch.Tensor:
@@ -118,8 +158,10 @@ def _positions(batch: Batch, counts: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([*parts], axis=1))
 
 
-def _pictures(batch: Batch, counts: torch.Tensor, part: slice, device: torch.device) -> RowPictures:
-    """Return the pictures of a row, and where this part of it shows them.
+def _pictures(
+    batch: Batch, counts: torch.Tensor, sources: np.ndarray, device: torch.device
+) -> RowPictures:
+    """Return the pictures of a row, and where its tokens from `sources` show them.
 
     Siblings show the same pictures, which are computed once.
     """
@@ -136,7 +178,7 @@ def _pictures(batch: Batch, counts: torch.Tensor, part: slice, device: torch.dev
             first = firsts[image.digest]
             place = slice(start + image.tokens.start, start + image.tokens.stop)
             features[place] = torch.arange(first, first + image.num_tokens)
-    here = features[part]
+    here = features[sources]
     is_shown = here >= 0
     tokens = is_shown.nonzero().squeeze(-1)
     return RowPictures(tuple(images.values()), tokens.to(device), here[is_shown].to(device))
@@ -151,7 +193,7 @@ def probe_row(device: torch.device, group: ProcessGroup | None = None) -> Packed
         prompt_lengths=lengths,
         response_lengths=lengths,
         response_mask=values.bool(),
-        group_ids=lengths,
+        group_ids=torch.arange(2),
         rewards=values[:, 0],
         is_scored=values[:, 0].bool(),
         rollout_log_probs=values,

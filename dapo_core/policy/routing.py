@@ -81,18 +81,17 @@ class Routing:
             parts = [torch.empty_like(experts) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, experts, group=group)
             experts = torch.cat(parts)
-        ends = np.cumsum(lengths)
-        return np.split(experts.cpu().numpy()[: ends[-1]], ends[:-1])
+        return np.split(experts.cpu().numpy()[row.places], np.cumsum(lengths)[:-1])
 
     def count(self, row: PackedRow) -> None:
         """Add the last training pass, of the row, to the sums of `take`."""
-        is_token = row.sequences >= 0
         num_experts = self.routers[0].num_experts
         loads = [
-            torch.bincount(each[is_token].flatten(), minlength=num_experts) for each in self.experts
+            torch.bincount(each[row.tokens].flatten(), minlength=num_experts)
+            for each in self.experts
         ]
-        entropy = torch.stack(self.entropy)[:, is_token].sum()
-        self._sums.append((torch.stack(loads), entropy, int(is_token.sum())))
+        entropy = torch.stack(self.entropy)[:, row.tokens].sum()
+        self._sums.append((torch.stack(loads), entropy, len(row.tokens)))
 
     def balance_loss(self, row: PackedRow, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return this rank's part of the load-balancing loss of the last pass, of the row.
@@ -103,17 +102,18 @@ class Routing:
         arXiv:2101.03961, eq. 4). Sequences are weighted by their tokens, so micro-batches and ranks
         do not affect the sum. Collective over the ranks of a row.
         """
-        is_token = row.sequences >= 0
-        sequences, num_layers = row.sequences[is_token], len(self.logits)
+        sequences, num_layers = row.sequences, len(self.logits)
         num_experts = self.routers[0].num_experts
-        chosen = torch.cat([each[is_token] for each in self.experts], dim=-1)  # [n, L K]
+        chosen = torch.cat([each[row.tokens] for each in self.experts], dim=-1)  # [n, L K]
         cells = sequences.unsqueeze(-1) * num_experts + chosen
         counts = torch.bincount(cells.flatten(), minlength=len(lengths) * num_experts).float()
         if row.packing.group is not None:
             dist.all_reduce(counts, group=row.packing.group)
         shares = counts.view(-1, num_experts) / lengths.to(counts.device).unsqueeze(-1)  # [b, E]
         per_token = shares[sequences]
-        parts = [(per_token * each[is_token].float().softmax(dim=-1)).sum() for each in self.logits]
+        parts = [
+            (per_token * each[row.tokens].float().softmax(dim=-1)).sum() for each in self.logits
+        ]
         loss = torch.stack(parts).sum() * num_experts / (num_tokens * num_layers**2)
         self._losses.append(loss.detach())
         return loss

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.algorithm.balance import balance_over_ranks, micro_batches, workload
+from dapo_core.algorithm.balance import (
+    balance_over_ranks,
+    micro_batches,
+    prompt_owners,
+    split_batch,
+    workload,
+)
+from dapo_core.algorithm.batch import build_batch
+from tests.batches import make_group
 
 
 def test_workload_counts_matrices_and_causal_attention() -> None:
@@ -75,3 +85,54 @@ def test_micro_batches_are_few_and_balanced() -> None:
         [0, 1],
         [2, 3, 4],
     ]
+
+
+def test_a_prompt_is_shared_where_this_saves_a_quarter_of_the_tokens() -> None:
+    # 2 x 4 of 3 x 4 + 6 = 18 tokens; 2 x 4 of 3 x 4 + 20 = 32, a quarter; 8 of 33; no sibling
+    sizes = [[2, 3, 1], [6, 7, 7], [7, 7, 7], [1]]
+    groups = [make_group([1.0] * len(each), n, each) for n, each in enumerate(sizes)]
+    batch = build_batch(groups, mask_truncated=False)
+    assert prompt_owners(batch).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 8, 9]
+
+
+def test_prompts_with_unlike_routing_to_replay_are_not_shared() -> None:
+    batch = build_batch([make_group([1.0, 1.0], n, 2) for n in range(2)], mask_truncated=False)
+    routing = [np.zeros((6, 1, 2), np.uint8) for _ in range(4)]
+    routing[1][4:] = 5  # of a response
+    routing[3][3] = 5  # of a prompt
+    assert prompt_owners(replace(batch, routing=routing)).tolist() == [0, 0, 2, 3]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), min_size=1, max_size=8)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(60, 300),
+    st.integers(1, 5),
+)
+def test_siblings_are_trained_together_within_the_limit_of_a_micro_batch(
+    sizes: list[tuple[int, list[int]]], max_tokens: int, num_ranks: int
+) -> None:
+    batch = build_batch(
+        [make_group([1.0] * len(each), n, each, prompt) for n, (prompt, each) in enumerate(sizes)],
+        mask_truncated=False,
+    )
+    shares, indices = split_batch(batch, num_ranks, max_tokens)
+    assert sorted(np.concatenate(indices).tolist()) == list(range(batch.num_responses))
+    together = {}  # rank and micro-batch of each row
+    for rank, (share, rows) in enumerate(zip(shares, indices, strict=True)):
+        assert sorted(np.concatenate(share.micro_batches).tolist()) == list(range(len(rows)))
+        assert len(share.micro_batches) == len(shares[0].micro_batches)
+        for number, chosen in enumerate(share.micro_batches):
+            assert batch.lengths[rows[chosen]].sum() <= max_tokens
+            together |= dict.fromkeys(rows[chosen].tolist(), (rank, number))
+    owners = prompt_owners(batch)
+    limit = workload(batch.lengths, 4096).sum() / (4 * num_ranks)
+    for row in np.flatnonzero(owners != np.arange(len(owners))).tolist():
+        siblings = owners == owners[row]
+        fits = batch.lengths[siblings].sum() <= max_tokens
+        if fits and workload(batch.lengths[siblings], 4096).sum() <= limit:
+            assert together[row] == together[owners[row]]

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dapo_core.algorithm.balance import prompt_owners
 from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Cpu
@@ -92,17 +93,36 @@ def test_layout_matches_the_documented_example() -> None:
     assert row.cells.tolist() == [0, 1, 4]  # of [3, 2]: row 0 both, row 2 the first
 
 
+def test_siblings_share_their_prompt_as_in_the_documented_example() -> None:
+    batch = replace(
+        build_batch([make_group([1.0, 1.0], 0, [2, 1], num_prompt_tokens=2)], mask_truncated=False),
+        token_ids=torch.tensor([[5, 6, 7, 8], [5, 6, 4, 0]]),
+    )
+    row = pack(batch, CPU)
+    assert row.token_ids.tolist() == [[5, 6, 7, 8, 4]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    assert row.predictors.tolist() == [1, 2, 1]  # the prompt's last token predicts 7, and 4
+    assert row.targets.tolist() == [7, 8, 4]
+    assert row.places.tolist() == [0, 1, 2, 3, 0, 1, 4]
+    assert row.cells.tolist() == [0, 1, 2]
+    # the prompt alone; then both responses after it, the shorter one padded
+    (prompt, responses) = row.packing.blocks
+    assert (prompt.num_prompt_tokens, prompt.queries.tolist()) == (0, [0, 1])
+    assert (responses.num_prompt_tokens, responses.queries.tolist()) == (2, [2, 3, 4, 0])
+    assert responses.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 0]
+
+
 def test_at_most_half_of_an_attention_block_is_padding() -> None:
     packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
-    assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [
+    assert [(block.num_spans, block.num_tokens) for block in packing.blocks] == [
         (2, 7),
         (1, 3),
         (1, 1),
     ]
-    assert packing.blocks[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
-    assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
-    assert packing.blocks[2].tokens.tolist() == [10]
+    assert packing.blocks[0].queries.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
+    assert packing.blocks[1].queries.tolist() == [0, 1, 2]
+    assert packing.blocks[2].queries.tolist() == [10]
     # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at
     # 17
     assert packing.positions.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
@@ -112,6 +132,7 @@ def test_at_most_half_of_an_attention_block_is_padding() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packing_does_not_change_log_probs(family: str, is_tied: bool) -> None:
     batch = random_batch(num_groups=4, group_size=3, seed=2)
+    assert len(set(prompt_owners(batch))) == 6  # three of four groups share their prompt
     plain, packed = _model(family, is_tied), TokenLogProbs(_model(family, is_tied), chunk_tokens=7)
     log_probs, entropy = packed(pack(batch, CPU), 0.8, True)
     expected_log_probs, expected_entropy = _alone(plain, batch, 0.8)
