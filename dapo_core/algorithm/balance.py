@@ -16,32 +16,32 @@ from dapo_core.algorithm.batch import Batch
 from dapo_core.errors import DataError
 
 # A shared prompt needs an attention mask and keeps siblings together, so it must save many tokens.
-MIN_SAVED_SHARE = 0.25
+MIN_PROMPT_SHARE = 0.25  # of a sequence
 BUNDLES_PER_RANK = 4  # at least, so that ranks can be balanced
+# Memory of a shared prompt token's keys and values, which attention copies for each further
+# sibling, relative to a token of its own.
+COPY_SHARE = 0.25
 
 
 def prompt_owners(batch: Batch) -> np.ndarray:
     """Return the row whose prompt tokens each row uses: [B], the row itself unless siblings share.
 
-    Siblings share if this saves `MIN_SAVED_SHARE` of their prompt+response tokens, and if the
-    routing to replay is the same for all their prompts. Example with 3 siblings, a prompt of 4
-    tokens and responses of 2, 3 and 1: 2 * 4 of 18 tokens, so [0, 0, 0].
+    Siblings share if the prompt is at least `MIN_PROMPT_SHARE` of the tokens of each, and if the
+    routing to replay in it is the same. Example with siblings of a prompt of 4 tokens and responses
+    of 2, 13 and 3, where 13 is more than three times 4: [0, 1, 0].
     """
-    groups = batch.group_ids.numpy()
-    firsts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-    sizes = np.diff(firsts, append=len(groups))
-    saved = (sizes - 1) * batch.prompt_lengths.numpy()[firsts]
-    is_shared = (saved > 0) & (saved >= MIN_SAVED_SHARE * np.add.reduceat(batch.lengths, firsts))
-    rows = np.arange(len(groups))
-    if batch.routing is not None:
-        for number in np.flatnonzero(is_shared).tolist():
-            first, siblings = firsts[number], rows[firsts[number] :][: sizes[number]]
-            count = int(batch.prompt_lengths[first])
-            own = batch.routing[first][:count]
-            is_shared[number] = all(
-                np.array_equal(batch.routing[row][:count], own) for row in siblings
-            )
-    return np.where(np.repeat(is_shared, sizes), np.repeat(firsts, sizes), rows)
+    prompt_lengths = batch.prompt_lengths.numpy()
+    is_long = prompt_lengths >= MIN_PROMPT_SHARE * batch.lengths
+    owners = np.arange(batch.num_responses)
+    first: dict[int, int] = {}  # sharing row of each group
+    for row in np.flatnonzero(is_long).tolist():
+        owner = first.setdefault(int(batch.group_ids[row]), row)
+        count = prompt_lengths[row]
+        if batch.routing is None or np.array_equal(
+            batch.routing[owner][:count], batch.routing[row][:count]
+        ):
+            owners[row] = owner
+    return owners
 
 
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
@@ -155,23 +155,35 @@ def _bundles(
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     """Return the batch's rows in bundles that share a prompt, with their tokens and costs.
 
-    A micro-batch's limit counts a shared prompt once for each response, as attention copies its
-    keys; the cost counts it once.
+    A shared prompt's tokens count once, and `COPY_SHARE` of them for each further sibling.
     """
-    lengths, owners = batch.lengths, prompt_owners(batch)
+    lengths, prompt_lengths = batch.lengths, batch.prompt_lengths.numpy()
     costs = workload(lengths, hidden_size)
+    saved_costs = workload(prompt_lengths, hidden_size)
+    saved_tokens = np.floor((1 - COPY_SHARE) * prompt_lengths).astype(np.int64)
     max_cost = costs.sum() / (BUNDLES_PER_RANK * num_data_ranks)
-    firsts: list[int] = []
-    num_tokens, cost = 0, 0.0  # of the last bundle
-    for row in range(len(lengths)):
-        num_tokens, cost = num_tokens + lengths[row], cost + costs[row]
-        if owners[row] == row or num_tokens > max_tokens or cost > max_cost:
-            firsts.append(row)
-            num_tokens, cost = lengths[row], costs[row]
-    sizes = np.diff(firsts, append=len(lengths))
-    saved = (sizes - 1) * workload(batch.prompt_lengths.numpy()[firsts], hidden_size)
-    bundles = np.split(np.arange(len(lengths)), firsts[1:])
-    return bundles, np.add.reduceat(lengths, firsts), np.add.reduceat(costs, firsts) - saved
+    bundles: list[list[int]] = []
+    tokens: list[int] = []
+    whole_costs: list[float] = []  # without sharing
+    last: dict[int, int] = {}  # bundle of each owner
+    for row, owner in enumerate(prompt_owners(batch).tolist()):
+        bundle = last.get(owner)
+        added = lengths[row] - saved_tokens[row]
+        if (
+            bundle is None
+            or tokens[bundle] + added > max_tokens
+            or whole_costs[bundle] + costs[row] > max_cost
+        ):
+            last[owner] = len(bundles)
+            bundles.append([row])
+            tokens.append(lengths[row])
+            whole_costs.append(costs[row])
+        else:
+            bundles[bundle].append(row)
+            tokens[bundle] += added
+            whole_costs[bundle] += costs[row]
+    saved = [(len(rows) - 1) * saved_costs[rows[0]] for rows in bundles]
+    return [np.array(rows) for rows in bundles], np.array(tokens), np.subtract(whole_costs, saved)
 
 
 def _rows(bundles: Sequence[np.ndarray], chosen: np.ndarray) -> np.ndarray:

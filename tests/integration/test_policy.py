@@ -474,7 +474,7 @@ def _require_same_gradients(path: Path, trains: list[dict[str, Any]]) -> dict[st
         assert norm == pytest.approx(expected_norm, rel=1e-6)
         for name, gradient in expected.items():
             error = (gradients[name] - gradient).norm()
-            assert error <= 1e-6 * gradient.norm(), (name, train)
+            assert error <= 2e-6 * gradient.norm(), (name, train)
         assert sent.keys() == files.keys()
         assert all(torch.equal(sent[name], weight) for name, weight in files.items())
     return expected
