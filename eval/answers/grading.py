@@ -304,7 +304,7 @@ class MathGrader(Grader):
 class GeometryGrader(MathGrader):
     """The exact rule beside mathruler's, by which AISBench grades Geometry3K."""
 
-    rule = "exact/7+mathruler/2"
+    rule = "exact/7+mathruler/1"
 
     def _grade(
         self,

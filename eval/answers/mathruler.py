@@ -1,23 +1,26 @@
 """mathruler's rule, by which AISBench and verl grade Geometry3K, without sympy.
 
 mathruler compares two answers as strings under two normalisations, then asks sympy's parser, which
-evaluates text, whether their difference simplifies to 0. Here both are parsed and compared as in
-the exact rule. docs/evaluation.md says where verdicts differ.
+evaluates text, whether their difference simplifies to 0. Here the difference is parsed by a small
+grammar of the same precedence and compared by eval.answers.numeric. docs/evaluation.md lists where
+verdicts differ.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from eval.answers import numeric
 from eval.answers.aisbench import full_fractions, plain_fraction
-from eval.answers.expression import Node, parse_expression
+from eval.answers.expression import Node, is_too_high
 
 NO_BOX = "None"  # mathruler's answer of a response without a box
 BRACKETS = "()[]"
 MAX_LETTERS = 2  # of an expression that is compared by value
 MAX_DEPTH = 40
+DIGITS = frozenset("0123456789")
 UNITS = (
     "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
 ).split()
@@ -262,13 +265,121 @@ class _Latex:
         return found
 
 
-_PI = re.compile(r"(?<![a-z])pi(?![a-z0-9])")
-_LETTERS = str.maketrans(
-    {sign: f"\\{name} " for name, sign in _SYMBOLS.items() if len(sign) == 1 and sign.isalpha()}
+_TOKEN = re.compile(
+    r"(?P<number>[0-9](?:_?[0-9])*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3}(?![0-9]))?|\.[0-9]+)"
+    r"|(?P<word>[^\W\d_]\w*)|(?P<sign>.)",
+    re.DOTALL,
 )
+_IN_WORD = re.compile(r"[0-9]+|.", re.DOTALL)
+_PADDED = re.compile(r"0+[1-9][0-9]*")  # to Python's tokenizer, 012 is 0 times 12
+_FUNCTIONS = ("sqrt", "ln")
+_NAMES = ("mu", "nu", "xi")  # of one letter, as pi is
+_MEANT_OTHERWISE = frozenset("re im id li oo ff rf nan all".split())  # names in sympy or Python
+
+
+class _NoExpressionError(ValueError):
+    pass
 
 
 def parse(text: str) -> Node | None:
-    """Parse a normalised answer by the grammar of the exact rule, else None."""
-    text = text.replace("**", "^").replace("+-", "-").replace("sqrt(", "\\sqrt(")
-    return parse_expression(_PI.sub(lambda _: "\\pi ", text).translate(_LETTERS))
+    """Parse a normalised answer with Python's precedence and implicit products, else None.
+
+    A word is a product of its letters, i and e among them, except for pi and for functions.
+    """
+    try:
+        parser = _Parser(_tokens(text.replace("**", "^")))
+        node = parser.sum()
+        return node if parser.peek() == _END and not is_too_high(node) else None
+    except ValueError:  # no expression, or a number of thousands of digits
+        return None
+
+
+_Token = tuple[str, str]
+_END: _Token = ("end", "")
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    for match in _TOKEN.finditer(text):
+        kind, value = match.lastgroup or "", match.group()
+        is_called = value in _FUNCTIONS and text.startswith("(", match.end())
+        if kind != "word" or is_called or value == "pi":
+            tokens.append((kind, value))
+            continue
+        if value in _MEANT_OTHERWISE:
+            raise _NoExpressionError
+        if value in _NAMES:
+            tokens.append(("letter", value))
+            continue
+        for part in _IN_WORD.findall(value):
+            tokens.append(("number" if part[0] in DIGITS else "letter", part))
+    return tokens
+
+
+class _Parser:
+    def __init__(self, tokens: list[_Token]) -> None:
+        self.tokens = tokens
+        self.position = 0
+        self.depth = 0
+
+    def peek(self) -> _Token:
+        return self.tokens[self.position] if self.position < len(self.tokens) else _END
+
+    def accept(self, *signs: str) -> str | None:
+        kind, value = self.peek()
+        if kind == "sign" and value in signs:
+            self.position += 1
+            return value
+        return None
+
+    def sum(self) -> Node:
+        node = self.product()
+        while sign := self.accept("+", "-"):
+            node = ("add" if sign == "+" else "sub", node, self.product())
+        return node
+
+    def product(self) -> Node:
+        node = self.signed()
+        while True:
+            if operator := self.accept("*", "/"):
+                node = ("mul" if operator == "*" else "div", node, self.signed())
+            elif self.peek()[0] in ("number", "word", "letter") or self.peek()[1] == "(":
+                node = ("mul", node, self.power())
+            else:
+                return node
+
+    def signed(self) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _NoExpressionError
+        sign = self.accept("+", "-")
+        node = self.power() if sign is None else self.signed()
+        self.depth -= 1
+        return ("neg", node) if sign == "-" else node
+
+    def power(self) -> Node:
+        node = self.atom()
+        while self.accept("!"):
+            node = ("call", "factorial", node)
+        return ("pow", node, self.signed()) if self.accept("^") else node
+
+    def atom(self) -> Node:
+        kind, value = self.peek()
+        self.position += 1
+        if kind == "number":
+            value = "0" if _PADDED.fullmatch(value) else value.replace("_", "")
+            return ("num", Fraction(value))
+        if kind == "letter":
+            return ("var", value)
+        if value == "pi":
+            return ("const", "pi")
+        if kind == "word":
+            node = self.atom()  # in parentheses
+            is_root = value == "sqrt"
+            return ("call", "root", node, ("num", Fraction(2))) if is_root else ("call", "ln", node)
+        if value != "(" or kind != "sign":
+            raise _NoExpressionError
+        node = self.sum()
+        if self.accept(")") is None:
+            raise _NoExpressionError
+        return node
