@@ -20,10 +20,10 @@ from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, StartFailed
 from eval.problems.items import Problem
-from eval.problems.registry import SETS
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.lengths import Bounds, Lengths, bounds_of, explain
+from tasks.data.benchmarks import benchmark_of
 from tasks.data.contamination import find_hits, rows_to_drop
 from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -210,21 +210,9 @@ def check_overlap(config: ChainConfig, inputs: Inputs, findings: Findings) -> No
                 _, warning = rows_to_drop(hits, len(texts), config.data.contamination)
                 if warning:
                     findings.add("contamination", WARN, warning, "use other problems in data.eval")
-        if (benchmark := benchmark_of(name, len(texts))) is not None:
+        if (benchmark := benchmark_of(name, texts)) is not None:
             found = f"data.train has problems of the benchmark {benchmark}, in {name}"
             findings.add("benchmark", WARN, found, BENCHMARK_ADVICE)
-
-
-def benchmark_of(name: str, num_problems: int) -> str | None:
-    """Return the benchmark that a registered set or a file is, by its name and size.
-
-    The training split of a registered set is none.
-    """
-    if (known := SETS.get(name)) is not None:
-        return name if not known.train or known.num_items == num_problems else None
-    plain = "".join(filter(str.isalnum, Path(name).name.lower()))
-    of_size = (one.name for one in SETS.values() if one.num_items == num_problems)
-    return next((each for each in of_size if each.replace("-", "") in plain), None)
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:

@@ -21,10 +21,11 @@ from eval.problems.registry import SETS
 from eval.problems.rows import CHAT, Row, Split
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig
+from tasks.data.benchmarks import benchmark_of
 from tasks.data.reading import CONTRADICTED, SetCount, here, iterate_source, to_row
 from tasks.data.sources import train_sources
 from tasks.preflight.model import ModelFacts
-from tasks.preflight.prompts import BENCHMARK_ADVICE, benchmark_of, longest_prompt, prompt_tokens
+from tasks.preflight.prompts import BENCHMARK_ADVICE, longest_prompt, prompt_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ def data_sets(
     count = SetCount(train)
     kept = _usable_rows(path, value, facts, count)
     one = value[0] if isinstance(value, list) else {"set": value}
-    num_problems = len({problem.text for _, problem, _ in kept})
-    if (benchmark := benchmark_of(one["set"], num_problems)) is not None:
+    texts = list(dict.fromkeys(problem.text for _, problem, _ in kept))
+    if (benchmark := benchmark_of(one["set"], texts)) is not None:
         logger.warning(
             "%s has problems of the benchmark %s: %s", train, benchmark, BENCHMARK_ADVICE
         )

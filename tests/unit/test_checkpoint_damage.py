@@ -257,7 +257,7 @@ def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
     if not is_compressed:  # declare 16 times the bytes in the central directory
         claimed = (4_000_000).to_bytes(4, "little")
         content = content.replace(claimed * 2, claimed + (64_000_000).to_bytes(4, "little"))
-    replace_file(checkpoint, SHARD, bytes(content))
+    replace_file(checkpoint, SHARD, content)
     metadata = read_metadata(checkpoint)
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, len(content)

@@ -11,14 +11,15 @@ import pytest
 
 from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import DataError
-from eval.problems.files import read_problems
+from eval.problems.files import iterate_problems, read_problems
 from eval.problems.items import Problem
+from eval.problems.recognition import recognize
 from eval.problems.rows import CHAT
 from flows.config import resolve_config
 from tasks.data import contamination
+from tasks.data.benchmarks import benchmark_of
 from tasks.data.contamination import Hit, find_hits, rows_to_drop, shared_sentences
 from tasks.data.prepare import build_dataset
-from tasks.preflight.prompts import benchmark_of
 
 DATA = os.environ.get("DAPO_TEST_DATA")
 BEADS = (
@@ -239,21 +240,48 @@ def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> No
     ]
 
 
+def test_training_on_a_file_of_a_benchmark_is_recognized_by_its_problems() -> None:
+    gsm8k = [  # of its test split, MIT licence
+        "Grace weighs 125 pounds. Alex weighs 2 pounds less than 4 times what Grace weighs. What "
+        "are their combined weights in pounds?",
+        "Rosie can run 10 miles per hour for 3 hours. After that, she runs 5 miles per hour. How "
+        "many miles can she run in 7 hours?",
+    ]
+    own = [f"What is {n} plus {n}?" for n in range(1319)]
+    assert benchmark_of("own.csv", [*gsm8k, *own[:50]]) == "gsm8k"
+    asked = [*gsm8k, *own[:9]]
+    wrapped = [f"Question: {text.upper()}\nThink step by step!" for text in asked]
+    assert benchmark_of("own.csv", wrapped) == "gsm8k"
+    assert benchmark_of("own.csv", [*gsm8k, *own]) is None  # two of many, by chance
+    assert benchmark_of("own.csv", [gsm8k[0], *own[:50]]) is None
+    assert benchmark_of("gsm8k.csv", own) is None
+    assert benchmark_of("my_gpqa_diamond.csv", own[:198]) == "gpqa-diamond"
+    assert benchmark_of("my_gpqa_diamond.csv", own[:197]) is None
+    assert benchmark_of("empty.csv", []) is None
+
+
+@pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 @pytest.mark.parametrize(
-    ("name", "num_problems", "benchmark"),
+    ("path", "benchmark"),
     [
-        ("math500", 12, "math500"),
-        ("gsm8k", 1319, "gsm8k"),
-        ("gsm8k", 7473, None),  # its training split
-        ("my_gpqa_diamond.csv", 198, "gpqa-diamond"),
-        ("my_gpqa_diamond.csv", 197, None),
-        ("own.csv", 198, None),
+        ("gsm8k/test.jsonl", "gsm8k"),
+        ("gsm8k/train.jsonl", None),
+        ("math500/test.jsonl", "math500"),
+        ("math/test.jsonl", "math"),
+        ("aime24/test.jsonl", "aime24"),
+        ("aime25/test.jsonl", "aime25"),
+        ("amc23/test.jsonl", "amc23"),
+        ("olympiadbench/test.jsonl", "olympiadbench"),
+        ("minerva_math/test.jsonl", "minerva"),
+        ("cflue/knowledge.json", "cflue"),
+        ("dapo_math_17k/dapo_math_17k.parquet", None),
     ],
 )
-def test_training_on_a_benchmark_is_recognized_by_name_and_size(
-    name: str, num_problems: int, benchmark: str | None
-) -> None:
-    assert benchmark_of(name, num_problems) == benchmark
+def test_published_files_are_recognized(path: str, benchmark: str | None) -> None:
+    file = Path(str(DATA)) / path
+    rows = iterate_problems(file, recognize(file).schemas, "test")
+    texts = dict.fromkeys(one.text for *_, one in rows if isinstance(one, Problem))
+    assert benchmark_of("own.csv", list(texts)) == benchmark
 
 
 @pytest.mark.slow
