@@ -128,7 +128,7 @@ def test_siblings_are_trained_together_within_the_limit_of_a_micro_batch(
     )
     shares, indices = split_batch(batch, num_ranks, max_tokens)
     assert sorted(np.concatenate(indices).tolist()) == list(range(batch.num_responses))
-    together = {}  # rank and micro-batch of each row
+    together: dict[int, tuple[int, int]] = {}  # rank and micro-batch of each row
     for rank, (share, rows) in enumerate(zip(shares, indices, strict=True)):
         assert sorted(np.concatenate(share.micro_batches).tolist()) == list(range(len(rows)))
         assert len(share.micro_batches) == len(shares[0].micro_batches)
