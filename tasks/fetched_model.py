@@ -24,6 +24,7 @@ from dapo_core.model.folder import (
     skipped_links,
 )
 from dapo_core.model.lora import is_adapter_folder
+from dapo_core.model.pretrained import load_tokenizer, read_template
 from dapo_core.model.sampling import GENERATION_CONFIG, read_eos_ids
 from downloads.nearest import nearest
 from downloads.snapshot import OnProgress, Snapshot
@@ -176,12 +177,10 @@ def require_additions(model: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the folder lacks model.chat_template or model.stop_tokens."""
     missing, path = [], folder / CHAT_TEMPLATE
     if model.chat_template is not None:
-        wanted = _template_text(model.chat_template)
+        wanted = read_template(model.chat_template)
         if not path.is_file() or path.read_text(encoding="utf-8") != wanted:
             missing.append(f"model.chat_template={model.chat_template}")
     if model.stop_tokens:
-        from dapo_core.model.pretrained import load_tokenizer
-
         ids = stop_ids(load_tokenizer(folder, model.trust_remote_code), model.stop_tokens)
         if not {*ids} <= {*read_eos_ids(folder)}:
             missing.append(f"model.stop_tokens={' '.join(model.stop_tokens)}")
@@ -190,13 +189,6 @@ def require_additions(model: ModelConfig, folder: Path) -> None:
             f"{folder} was made without {' and '.join(missing)}; pass the folder that `dapo "
             "fetch-model` writes from this recipe, or unset the key"
         )
-
-
-def _template_text(template: str) -> str:
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template={template} cannot be read: {error}") from None
 
 
 def place_additions(model: ModelConfig, folder: Path) -> None:
@@ -209,8 +201,6 @@ def place_additions(model: ModelConfig, folder: Path) -> None:
 
 def place_stop_tokens(tokens: Sequence[str], folder: Path, trust_remote_code: bool = False) -> None:
     """Let these tokens end a response too, in generation_config.json, which all engines read."""
-    from dapo_core.model.pretrained import load_tokenizer
-
     file = folder / GENERATION_CONFIG
     values = read_config(folder, GENERATION_CONFIG) if file.is_file() else {}
     ids = [*read_eos_ids(folder), *stop_ids(load_tokenizer(folder, trust_remote_code), tokens)]
@@ -233,8 +223,6 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[
 
 def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:
     """Install a chat template in a model folder. Raises ModelError if it renders no message."""
-    from dapo_core.model.pretrained import load_tokenizer
-
     target = folder / CHAT_TEMPLATE
     target.unlink(missing_ok=True)  # it may be a hard link into another folder
     shutil.copyfile(template, target)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,12 @@ _SIZES = (
     "intermediate_size",
     "num_experts",
 )
-_PARTS = (
-    ("config.json", ("config.json",)),
-    ("weights (*.safetensors)", ("*.safetensors",)),
-    (
-        "a tokenizer (tokenizer.json or tokenizer_config.json)",
-        ("tokenizer.json", "tokenizer_config.json"),
-    ),
-)
 _OTHER_FORMS = {
     "adapter_config.json": "it contains a LoRA adapter: merge it into its base model",
     "*.gguf": "it contains a GGUF file, which is quantized for inference: use the original model",
-    "pytorch_model*.bin": "its weights are pickled: load and save_pretrained it with transformers, "
-    "or fetch it with model.source and model.allow_pickle=true",
+    "pytorch_model*.bin": "its weights are pickled, a format that can run code: load and "
+    "save_pretrained it with transformers, or fetch it with model.allow_pickle=true, which loads "
+    "only tensors",
     "model_world_size_*.pt": "it contains verl's shards: merge them with dapo merge",
     "*.distcp": "it contains the shards of a checkpoint: merge them with dapo merge",
     INDEX_FILE: "it contains only the index of its weights: fetch the files that it lists",
@@ -73,22 +67,11 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
             f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder"
         )
     skipped_links(folder)
-    missing = [
-        part
-        for part, patterns in _PARTS
-        if not any(any(folder.glob(pattern)) for pattern in patterns)
-    ]
-    if missing:
-        forms = [form for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))]
-        if others := sorted({path.suffix for path in folder.glob("*")} & WEIGHT_SUFFIXES):
-            forms.append(f"its weights are {' '.join(others)}: use the model's safetensors")
-        for pattern in ("*/config.json", "snapshots/*/config.json"):  # also a cache of the hub
-            found = (path.parent.relative_to(folder) for path in sorted(folder.glob(pattern)))
-            forms += [f"a model is in its folder {name}" for name in found]
-        hint = f" ({forms[0]})" if forms else ""
+    inner = (*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json"))
+    names = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *inner)]
+    if lacks := _lacks(names, has_weights=any(folder.glob("*.safetensors"))):
         raise ModelError(
-            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging "
-            f"Face folder{hint}"
+            f"model folder {folder} lacks {lacks}; set {key} to a complete Hugging Face folder"
         )
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]
     pointers = [path.name for path in files if is_lfs_pointer(path)]
@@ -267,12 +250,10 @@ def files_to_fetch(
     """
     top = [path for path in paths if "/" not in path or path.startswith(f"{CHAT_TEMPLATES}/")]
     weights = _main_weights(top, INDEX_FILE in top)
-    pickles = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
     if not weights and allow_pickle:
-        weights = pickles
-    has_tokenizer = not {*top}.isdisjoint(("tokenizer.json", "tokenizer_config.json"))
-    if "config.json" not in top or not weights or not has_tokenizer:
-        raise ModelError(_missing_parts(top, weights, pickles))
+        weights = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
+    if lacks := _lacks(top, has_weights=bool(weights)):
+        raise ModelError(f"it lacks {lacks}; use a complete model")
     indexes = {INDEX_FILE} if weights[0].endswith(".safetensors") else {PICKLE_INDEX}
     small = [
         path
@@ -284,22 +265,16 @@ def files_to_fetch(
     return sorted({*weights, *small, *code, *(indexes & {*top})})
 
 
-def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> str:
-    if "adapter_config.json" in top and "config.json" not in top:
-        return (
-            "it contains an adapter, not a model: merge it into its base model and set model.path "
-            "to the result"
-        )
-    if not weights and pickles:
-        return (
-            f"its weights are pickled ({pickles[0]}), a format that can run code; "
-            "model.allow_pickle=true loads only tensors from them and converts them to safetensors"
-        )
-    if not weights:
-        others = sorted({Path(path).suffix for path in top} & WEIGHT_SUFFIXES)
-        found = f", only weights as {' '.join(others)}" if others else ""
-        return f"it has no safetensors{found}; use a repository with the original weights"
-    missing = "config.json"
-    if missing in top:
-        missing = "a tokenizer (tokenizer.json or tokenizer_config.json)"
-    return f"it lacks {missing}; use a complete model, or fetch it by hand and set model.path"
+def _lacks(names: Collection[str], has_weights: bool) -> str:
+    """Return which parts of a model are not among the files, and what may be there instead."""
+    has_tokenizer = not {*names}.isdisjoint(("tokenizer.json", "tokenizer_config.json"))
+    parts = {
+        "config.json": "config.json" in names,
+        "weights (*.safetensors)": has_weights,
+        "a tokenizer (tokenizer.json or tokenizer_config.json)": has_tokenizer,
+    }
+    missing = " and ".join(part for part, is_there in parts.items() if not is_there)
+    forms = [form for pattern, form in _OTHER_FORMS.items() if fnmatch.filter(names, pattern)]
+    inner = sorted(fnmatch.filter(names, "*/config.json"))
+    forms += [f"a model is in its folder {Path(name).parent}" for name in inner]
+    return f"{missing} ({forms[0]})" if missing and forms else missing

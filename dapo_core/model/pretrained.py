@@ -47,18 +47,21 @@ def load_tokenizer(
     """
     tokenizer = read_tokenizer(model_path, trust_remote_code)
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"model.chat_template={chat_template} cannot be read: {error}"
-            ) from None
+        tokenizer.chat_template = read_template(chat_template)
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, "
             "or set model.chat_template (dapo init: --chat-template) to a template file"
         )
     return tokenizer
+
+
+def read_template(path: str | Path) -> str:
+    """Return the text of model.chat_template; raises ConfigError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template={path} cannot be read: {error}") from None
 
 
 def reads_pictures(config: PretrainedConfig) -> bool:

@@ -227,8 +227,8 @@ NORM, HEAD = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
             lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 100),
             "is not a complete",
         ),
-        (_as_adapter, r"set adopt\.folder to .*LoRA adapter: merge it into its base model"),
-        (_as_pickle, r"set adopt\.folder to a complete .*its weights are pickled"),
+        (_as_adapter, r"LoRA adapter: merge it into its base model.*set adopt\.folder to"),
+        (_as_pickle, r"its weights are pickled.*set adopt\.folder to a complete"),
         (lambda folder: shutil.rmtree(folder), r"does not exist.*set adopt\.folder"),
         (
             lambda folder: [path.unlink() for path in folder.iterdir()],

@@ -372,7 +372,7 @@ FOLDERS: dict[str, tuple[Alter, str]] = {
     "lost shard": (_without_a_shard, "lacks 1 of its 2 weight files, such as model-00002-of-00002"),
     "stale index": (_stale_index, "lists 1 tensor that its files lack, such as model.layers.9"),
     "odd name": (_renamed(SINGLE_FILE, "weights.safetensors"), "rename the file"),
-    "pickled": (_pickled, "weights are pickled: load and save_pretrained it"),
+    "pickled": (_pickled, "its weights are pickled, .* load and save_pretrained it"),
     "dangling": (_dangling, r"model.safetensors is a link to .*, which does not exist"),
     "no weights": (_tensors(lambda it: {}), "contain no tensors"),
     "pointer": (_text(SINGLE_FILE, POINTER), "1 Git LFS pointer .* such as model.safetensors"),
