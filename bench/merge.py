@@ -128,10 +128,10 @@ def write_checkpoints(folder: Path, model_files: Path) -> tuple[Path, Path]:
 
     from dapo_core.checkpoint.manifest import write_manifest
     from dapo_core.checkpoint.shards import _Writer
-    from dapo_core.merge.verification import empty_model
     from dapo_core.model.names import tied_names
+    from dapo_core.model.pretrained import empty_causal_lm
 
-    model = empty_model(model_files)
+    model = empty_causal_lm(model_files)
     generator = torch.Generator().manual_seed(0)
     whole = {
         name: torch.randn(tensor.shape, generator=generator)

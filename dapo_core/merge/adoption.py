@@ -9,10 +9,9 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.outputs import weights_in
 from dapo_core.merge.run import checked_outputs, open_source
 from dapo_core.merge.sources import Source
-from dapo_core.merge.verification import empty_model
 from dapo_core.merge.verl import FSDP_CONFIG_FILE, find_shards
 from dapo_core.model.folder import INDEX_FILE, require_model_folder, weight_paths
-from dapo_core.model.pretrained import read_tokenizer
+from dapo_core.model.pretrained import empty_causal_lm, read_tokenizer
 
 KEY = "adopt.folder"
 _NAME_IT = "name the model that it was trained from (model.path or model.id)"
@@ -26,7 +25,7 @@ def open_trained(folder: Path, before: Path, trust_remote_code: bool = False) ->
     """
     source = open_source([require_weights(folder)])
     try:
-        checked_outputs(source, empty_model(before), origin=f"of {before}")
+        checked_outputs(source, empty_causal_lm(before), origin=f"of {before}")
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}: {error}; {_NAME_IT}") from None
     _require_same_tokens(source, before, trust_remote_code)

@@ -18,7 +18,6 @@ from dapo_core.merge.outputs import weights_in
 from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
-    empty_model,
     require_architecture,
     require_equal,
     require_on_disk,
@@ -35,9 +34,10 @@ from dapo_core.merge.writer import (
     write_index,
     write_manifest,
 )
-from dapo_core.model.folder import copy_model_files
+from dapo_core.model.folder import copy_model_files, read_config
 from dapo_core.model.lora import ADAPTER_FOLDER, is_adapter_folder
 from dapo_core.model.names import COMPUTED_BUFFERS, file_name, tied_names
+from dapo_core.model.pretrained import empty_causal_lm
 from durable import LockHeld, is_locked, locked, publish, read_holder
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def merge_checkpoint(
 
     The target appears atomically once it is complete. Raises CheckpointError if a source is
     incomplete or belongs to another model, if the target is not empty, or if another merge is
-    writing it.
+    writing it, and ModelError if transformers cannot build the model.
     """
     target = target.absolute()  # "." has no name
     _require_empty(target)
     source = open_source(sources, checkpoint, base)
     if isinstance(source, HuggingFaceSource):
         source.require_finite()
-    model = empty_model(source.model_files)
+    model = empty_causal_lm(source.model_files)
     tied = _stored_twice(model, source)
     files = _plan(source, model, tied, dtype, max_shard_bytes)
     outputs = [tensor for file in files for tensor in file.tensors]
@@ -149,6 +149,15 @@ def _require_empty(target: Path) -> None:
         raise CheckpointError(f"{target} {problem}; merge into a new folder")
 
 
+def _require_named(built: str, folder: Path) -> None:
+    """Raise CheckpointError unless config.json names the class that transformers builds."""
+    if (named := read_config(folder).get("architectures")) != [built]:
+        raise CheckpointError(
+            f"config.json in {folder} has architectures={named!r}, but transformers builds a "
+            f"{built}; correct it, or merge with the version used for training"
+        )
+
+
 def _stored_twice(model: nn.Module, source: Source) -> dict[str, str]:
     """Return the aliases of tied parameters in the source, with the primary names there."""
     tied = tied_names(model).items()
@@ -159,6 +168,7 @@ def _plan(
     source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
 ) -> list[OutputFile]:
     """Plan the files; raises CheckpointError unless they match the architecture's tensors."""
+    _require_named(type(model).__name__, source.model_files)
     files = plan_files(checked_outputs(source, model, tied, dtype), max_shard_bytes)
     for file in files:
         file.header()  # fail on an unsupported dtype before writing anything

@@ -14,26 +14,13 @@ from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model.folder import MERGE_MANIFEST
 from dapo_core.model.names import expert_pieces, file_pieces, match_files, sample_of, tied_names
-from dapo_core.model.pretrained import load_model_config
+from dapo_core.model.pretrained import load_causal_lm
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
-
-
-def empty_model(model_files: Path) -> nn.Module:
-    """Build the configured architecture on the meta device, with tied weights.
-
-    Raises CheckpointError if the installed transformers cannot build it.
-    """
-    import torch
-
-    with torch.device("meta"):
-        model = _build(model_files)
-    model.tie_weights()  # type: ignore[operator]
-    return model
 
 
 def require_architecture(
@@ -105,30 +92,15 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     """
     import torch
 
-    merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
-    wrong = {kind: names for kind, names in report.items() if names}
-    if wrong:
-        raise CheckpointError(
-            f"transformers loads the merged model with {wrong}; did another process change the "
-            "folder?"
-        )
-    vocab_size = merged.get_input_embeddings().num_embeddings
+    model = load_causal_lm(folder, torch.float32)
+    vocab_size = model.get_input_embeddings().num_embeddings
     token_ids = torch.randint(
         vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        logits = merged.eval()(token_ids).logits
-        del merged
-        unmerged = _fill(
-            _build(folder).float(), source, {tensor.stored_name: tensor.dtype for tensor in outputs}
-        )
-        difference = (unmerged.eval()(token_ids).logits - logits).abs().max().item()
+        logits = model(token_ids).logits
+        _fill(model, source, {tensor.stored_name: tensor.dtype for tensor in outputs})
+        difference = (model(token_ids).logits - logits).abs().max().item()
     if difference:
         raise CheckpointError(
             f"the merged model's logits differ from those of {source.label} by up to "
@@ -138,36 +110,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     return {"tokens": token_ids.numel(), "max_difference": difference}
 
 
-def _build(model_files: Path) -> nn.Module:
-    """Build the model that config.json describes, freshly initialized."""
-    import transformers
-
-    try:
-        config = load_model_config(model_files)
-    except Exception as error:  # the file may contain anything
-        raise CheckpointError(
-            f"config.json in {model_files} cannot be read by transformers: {error}"
-        ) from error
-    names = config.architectures
-    name = names[0] if isinstance(names, list) and names else names
-    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not isinstance(model_class, type) or not issubclass(
-        model_class, transformers.PreTrainedModel
-    ):
-        raise CheckpointError(
-            f"config.json in {model_files} names the architecture {name!r}, which transformers "
-            f"{transformers.__version__} does not have; merge with the version used for training"
-        )
-    try:
-        return model_class(config)
-    except Exception as error:  # the file may contain anything
-        raise CheckpointError(
-            f"config.json in {model_files} does not describe a {name} that transformers can build: "
-            f"{error}"
-        ) from error
-
-
-def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> None:
     """Copy the source's values, rounded to their merged dtype, into the model tensor by tensor."""
     import torch
 
@@ -175,7 +118,9 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
-        for piece in file_pieces(name, tensor.shape, source.tensors):
+        pieces = file_pieces(name, tensor.shape, source.tensors)
+        assert pieces, f"the source has {name}, as all of the architecture"
+        for piece in pieces:
             target, first, stored = piece.view(tensor), 0, source.tensors[piece.file_name]
             values = torch.empty(prod(stored.shape), dtype=target.dtype)
             for block in source.blocks(piece.file_name):
@@ -185,4 +130,3 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
                     first += read.numel()
             whole = values.view(stored.shape)
             target.copy_(whole if whole.shape == target.shape else whole.transpose(-1, -2))
-    return model

@@ -92,7 +92,7 @@ def load_causal_lm(
 
 
 def empty_causal_lm(
-    model_path: str | Path, dtype: torch.dtype | None, trust_remote_code: bool = False
+    model_path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
     """Build the folder's causal language model with parameters on the meta device and real buffers.
 

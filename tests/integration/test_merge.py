@@ -21,10 +21,10 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.merge.verification import empty_model
 from dapo_core.model.folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE
 from dapo_core.model.inputs import ModelInput
 from dapo_core.model.names import is_of_tower
+from dapo_core.model.pretrained import empty_causal_lm
 from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
 from tests.checkpoints import Harmful, ShardsOf, flip, make_state, replace_file
@@ -171,7 +171,7 @@ def test_experts_divided_over_ranks_are_merged(tmp_path: Path) -> None:
 
 def _require_log_probs(merged: Path, trained: Trained) -> None:
     """transformers loads the folder and reproduces the sharded policy's log-probs."""
-    model_class: Any = type(empty_model(merged))
+    model_class: Any = type(empty_causal_lm(merged))
     model, report = model_class.from_pretrained(merged, output_loading_info=True)
     assert not any(report.values())  # nothing missing, unexpected or mismatched
     assert model.dtype == torch.float32

@@ -27,9 +27,10 @@ from dapo_core.checkpoint.state import state_files
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.digests import file_digest
 from dapo_core.merge.run import merge_checkpoint, open_source, remove_leftovers
-from dapo_core.merge.verification import compare_logits, empty_model
+from dapo_core.merge.verification import compare_logits
 from dapo_core.merge.writer import output_tensors
 from dapo_core.model.folder import MERGE_MANIFEST
+from dapo_core.model.pretrained import empty_causal_lm
 from durable import locked
 from tests.checkpoints import make_state
 from tests.ranks import run_ranks
@@ -84,7 +85,7 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     torch.manual_seed(0)
     names = {
         name: parameter.shape
-        for name, parameter in empty_model(verl / "huggingface").named_parameters()
+        for name, parameter in empty_causal_lm(verl / "huggingface").named_parameters()
     }
     state = {
         name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)])

@@ -17,7 +17,6 @@ import torch
 
 from dapo_core.engines.factory import build_engine
 from dapo_core.errors import CheckpointError, ModelError
-from dapo_core.merge.verification import empty_model
 from dapo_core.model.pretrained import (
     empty_causal_lm,
     load_causal_lm,
@@ -90,7 +89,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "training": _train,
     "hf engine": lambda folder: build_engine("hf", folder, tiny_engine_settings(), seed=0),
     "vllm engine": lambda folder: build_engine("vllm", folder, tiny_engine_settings(), seed=0),
-    "merge": empty_model,
 }
 
 
