@@ -59,6 +59,7 @@ class Provenance:
     traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
     # data_card.json, plus prompt_lengths if training measured them
     card: Mapping[str, Any] | None = None
+    advice: str | None = None  # on keys of the next training
 
 
 UNKNOWN = Provenance()
@@ -118,7 +119,7 @@ def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:
     return {
         "title": provenance.title,
         "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "train": training_totals(steps),
+        "train": {**training_totals(steps), "advice": provenance.advice if steps else None},
         "data": provenance.card,
         "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
         "traces": dict(provenance.traces),

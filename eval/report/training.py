@@ -63,7 +63,7 @@ def training_totals(steps: Steps) -> dict[str, Any]:
 
 
 def usage_lines(train: Mapping[str, Any]) -> list[str]:
-    """Return in words where a training's time and tokens went, from its totals; [] if unknown."""
+    """Return in words where a training's time and tokens went, and advice; [] if unknown."""
     lines = []
     if phases := train.get("phases"):
         parts = [f"{name} {share:.0%}" for name, share in phases.items() if share >= MIN_SHARE]
@@ -76,6 +76,8 @@ def usage_lines(train: Mapping[str, Any]) -> list[str]:
     if fates := train.get("token_fates"):
         parts = [f"{name} {share:.0%}" for name, share in fates.items() if share >= MIN_SHARE]
         lines.append(f"response tokens: {', '.join(parts)}")
+    if advice := train.get("advice"):
+        lines.append(f"the simulator on the next training: {advice}")
     return lines
 
 

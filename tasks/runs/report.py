@@ -30,6 +30,7 @@ from tasks.preflight.environment import described
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
+from tasks.runs.simulate import advice
 from tasks.tracking.processes import CLOSE_SECONDS, Trackers
 from tasks.tracking.tracker import tracked_runs
 
@@ -124,6 +125,10 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     more = {"environment": described(run.environment), "since the first night": since}
     if run.config.is_adopted:
         trained, more["training"] = "trained elsewhere", describe_adopted(training)
+    metrics, advised = Path(training.path) / METRICS_FILE, None
+    if metrics.is_file() and not run.config.is_adopted:
+        logger.info("simulating the next training, which takes a minute for large recipes")
+        advised = advice(run.config, Path(run.stages["fetch_model"].artifact), metrics)
     more["tracked"] = ", ".join(tracked_runs(Path(training.path)))
     return Provenance(
         title=run.config.run.name,
@@ -151,6 +156,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
         traces=traces_of(training),
         card=card_of(run, training),
+        advice=advised,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from dapo_core.config.loading import resolve
 from dapo_core.config.training import TrainingConfig
 from dapo_core.draw.report import NotEnoughSignal
-from dapo_core.errors import ConfigError, counted
+from dapo_core.errors import ConfigError, DapoError, counted
 from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import ModelShape, shape_of
 from dapo_core.simulation.costs import (
@@ -33,10 +33,12 @@ from dapo_core.simulation.costs import (
 from dapo_core.simulation.steps import Setup, Simulated, simulate
 from dapo_core.simulation.workload import Workload
 from durable import write_atomically
+from eval import EvaluationError
 from eval.report.training import read_training_metrics
 from eval.results.rows import make_folder
 from tasks.artifacts.artifact import StoreError
 from tasks.config import ChainConfig
+from tasks.config.chain import ModelConfig
 from tasks.preflight.memory import device_limit, model_config, plan_of
 from tasks.runs.history import STEPS_FILE, find_run, find_training_log, read_config
 
@@ -191,6 +193,20 @@ def simulate_recipe(
         if fastest.found.tokens_per_second > LEAST_GAIN * best.found.tokens_per_second:
             best = fastest
     return Simulation(tuple(found), best, basis.about(config.sampler.dynamic))
+
+
+def advice(config: ChainConfig, model: Path, metrics: Path) -> str:
+    """Return what the simulator says about the next training, from the steps of the last one.
+
+    `model` is the folder it trained. Says why if the recipe cannot be simulated.
+    """
+    if config.model.source != "path":
+        changes = {"model": ModelConfig(source="path", path=str(model))}
+        config = config.model_copy(update=changes)
+    try:
+        return simulate_recipe(config, str(metrics)).verdict
+    except (DapoError, EvaluationError) as error:
+        return f"no advice: {error}"
 
 
 def _open_prompts(config: ChainConfig) -> Iterator[dict[str, Any]]:

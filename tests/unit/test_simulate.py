@@ -13,13 +13,23 @@ from typer.testing import CliRunner
 from dapo_core.draw.report import NotEnoughSignal
 from dapo_core.errors import ConfigError
 from dapo_core.metrics.log import METRICS_FILE
+from eval.report.training import usage_lines
 from eval.results.rows import ResultsError
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.config.chain import ModelConfig
+from tasks.preflight.memory import model_config
 from tasks.runs.history import read_run, require_artifact
-from tasks.runs.simulate import Simulation, basis_of, describe, setup_of, simulate_recipe
+from tasks.runs.simulate import (
+    Simulation,
+    advice,
+    basis_of,
+    describe,
+    setup_of,
+    simulate_recipe,
+)
 from tests.recorded_runs import record_run, small_config
 
 CONFIGS = PROJECT_ROOT / "configs"
@@ -68,6 +78,24 @@ def test_a_run_corrects_every_phase(tmp_path: Path) -> None:
     assert half["update"] == pytest.approx(2.5, rel=0.05)
     by_path = seconds_of(simulate_recipe(config, str(metrics)))
     assert by_path == seconds
+
+
+def test_a_report_has_the_simulators_advice_or_why_there_is_none(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    metrics = write_log(tmp_path / METRICS_FILE, *[LINE] * 3)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(model_config(config.model))))
+    expected = simulate_recipe(config, str(metrics)).verdict
+    assert advice(config, folder, metrics) == expected
+    from_hub = config.model_copy(
+        update={"model": ModelConfig(source="huggingface", id="nobody/unpublished")}
+    )
+    assert advice(from_hub, folder, metrics) == expected
+    stopped = write_log(tmp_path / "stopped.jsonl", {"timing_s/step": 3.0})
+    assert advice(config, folder, stopped).startswith("no advice: --from")
+    (line,) = usage_lines({"advice": expected})
+    assert line == f"the simulator on the next training: {expected}"
 
 
 def test_a_log_fits_a_run_whose_engines_ran_ahead(tmp_path: Path) -> None:
