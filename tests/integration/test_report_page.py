@@ -157,7 +157,7 @@ def test_the_page_shows_the_numbers_of_the_json(browser: Browser, report: dict[s
                 path
             )
         seen.add(path)
-    groups = [f"groups/subject/a<b>~1c/{name}" for name in ("difference", "interval", "p_holm")]
+    groups = [f"groups/subject/a<b>~1c/{name}" for name in ("difference", "ci95", "p_holm")]
     sides = [
         f"{side}/{name}"
         for side in ("before", "after")
