@@ -8,17 +8,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from dapo_core.machine.device import peak_flops
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.tower import LANGUAGE_MODELS, tower_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
     from dapo_core.algorithm.batch import Batch
     from dapo_core.config.train import LoraConfig
+    from dapo_core.memory.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +39,42 @@ def training_flops(
     saves a third of their products. None for an unknown architecture.
     """
     kind = LANGUAGE_MODELS.get(config.model_type, config.model_type)
-    if config.model_type in LANGUAGE_MODELS:
-        config = config.text_config
-    if kind not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
+    has_windows = getattr(config.get_text_config(), "use_sliding_window", False)
+    if kind not in MODEL_TYPES or has_windows:
         return None
     lengths = np.asarray(lengths, dtype=np.float64)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projections = config.hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    weights = sum(
-        projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers)
-    )
-    attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
-    width = 2 * num_heads * head_dim  # multiply-adds per pair: its score, its share of the value
-    attention = config.num_hidden_layers * width * attended
-    head = config.vocab_size * config.hidden_size * num_logits
+    tokens, squares = float(lengths.sum()), float((lengths**2).sum())
+    weights, attention = _products(shape_of(config.to_dict()), tokens, squares, num_logits)
     frozen = 2 if num_adapted else 3  # forward, inputs' gradients, and unless frozen the weights'
-    products = frozen * (weights * lengths.sum() + head)
-    return float(2 * (products + 3 * (attention + num_adapted * lengths.sum())))
+    return 2 * (frozen * weights + 3 * (attention + num_adapted * tokens))
+
+
+def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
+    """Return the FLOPs of a forward pass, counted like training_flops.
+
+    `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with
+    logits.
+    """
+    return 2 * sum(_products(shape, tokens, squares, num_logits))
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Return the layer parameters that a token is multiplied with, counting only its experts."""
+    matrices = [tensor for layer in shape.layers for tensor in layer if len(tensor) > 1]
+    return sum(
+        shape.experts_per_token * prod(tensor[1:]) if len(tensor) == 3 else prod(tensor)
+        for tensor in matrices
+    )
+
+
+def _products(
+    shape: ModelShape, tokens: float, squares: float, num_logits: float
+) -> tuple[float, float]:
+    """Return the multiply-adds of a forward pass with weights, and those of attention."""
+    pairs = (squares + tokens) / 2  # of query and key
+    width = 2 * shape.heads * shape.head_dim  # multiply-adds per pair: its score, its value's share
+    head = shape.vocabulary * shape.hidden * num_logits
+    return active_parameters(shape) * tokens + head, len(shape.layers) * width * pairs
 
 
 def tower_flops(config: PretrainedConfig, grids: Sequence[Grid], is_trained: bool) -> float:
@@ -82,20 +101,6 @@ def tower_flops(config: PretrainedConfig, grids: Sequence[Grid], is_trained: boo
     return float(2 * (3 if is_trained else 1) * (products + 2 * tower.hidden * pairs))
 
 
-def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
-    """Return the weights per token in the gated MLP, or in the router and active experts."""
-    if not _is_sparse(config, layer):
-        return 3 * config.hidden_size * config.intermediate_size
-    experts = config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
-    return config.hidden_size * config.num_experts + experts
-
-
-def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
-    if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
-        return False
-    return (layer + 1) % config.decoder_sparse_step == 0
-
-
 class ActorUtilization:
     """Computes perf/mfu/actor; if the peak or the FLOPs are unknown, logs the reason once."""
 
@@ -108,6 +113,8 @@ class ActorUtilization:
         lora: LoraConfig | None = None,
         trains_tower: bool = True,
     ) -> None:
+        import torch
+
         self.config = config
         self.trains_tower = trains_tower and not (lora is not None and lora.rank)
         self.num_adapted = 0

@@ -19,6 +19,7 @@ from dapo_core.memory.devices import (
 )
 from dapo_core.memory.engine import engine_memory
 from dapo_core.memory.plan import PHASES
+from dapo_core.metrics.flops import active_parameters, forward_flops
 from dapo_core.simulation.engines import EngineCosts
 from dapo_core.simulation.workload import (
     PUBLISHED_CUT,
@@ -172,25 +173,6 @@ def estimate(
     )
 
 
-def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
-    """Return the operations of a forward pass, counted like dapo_core.metrics.flops.training_flops.
-
-    `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with
-    logits.
-    """
-    pairs = (squares + tokens) / 2 * len(shape.layers) * 2 * shape.heads * shape.head_dim
-    return 2 * (
-        _active_parameters(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits
-    )
-
-
-def _active_parameters(shape: ModelShape) -> float:
-    """Return the layer parameters that a token is multiplied with, counting only its experts."""
-    share = shape.experts_per_token / (shape.num_experts or 1)
-    matrices = [tensor for layer in shape.layers for tensor in layer if len(tensor) > 1]
-    return sum(math.prod(tensor) * (share if len(tensor) == 3 else 1) for tensor in matrices)
-
-
 def _pass_seconds(
     config: TrainingConfig,
     shape: ModelShape,
@@ -234,7 +216,7 @@ def _engine_costs(
     engine = engine_memory(config, shape, machine.device_bytes)
     reading = rates.memory * DECODING_SHARE
     num_devices = rollout.num_devices / rollout.num_workers
-    flops = 2 * (_active_parameters(shape) + shape.vocabulary * shape.hidden)
+    flops = 2 * (active_parameters(shape) + shape.vocabulary * shape.hidden)
     operations = flops / (num_devices * rates.flops * TRAINING_SHARE)
     has_drafts = rollout.speculation != "off"
     return EngineCosts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from dapo_core.draw.prompts import Prompt
 from dapo_core.memory.devices import DEVICES, cpu_rates
 from dapo_core.memory.published import published_config
 from dapo_core.memory.shape import ModelShape, shape_of
-from dapo_core.metrics.flops import training_flops
 from dapo_core.model.inputs import ModelInput
 from dapo_core.simulation import engines as engines_module
 from dapo_core.simulation.costs import (
@@ -29,7 +27,6 @@ from dapo_core.simulation.costs import (
     Machine,
     assumed_workload,
     estimate,
-    forward_flops,
     measure,
 )
 from dapo_core.simulation.engines import EngineCosts, SimulatedEngines
@@ -261,16 +258,6 @@ def test_update_time_grows_with_the_number_of_passes() -> None:
     once, twice = (costs_of(changed("train", passes=passes)) for passes in (1, 2))
     # 2 mini-batches need an anchor anyway
     assert twice == replace(once, update=2 * once.update)
-
-
-@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
-def test_a_forward_pass_is_a_third_of_the_training_operations(name: str) -> None:
-    config = SimpleNamespace(mlp_only_layers=[], **(published_config(name) or {}))
-    config.get_text_config = lambda: config
-    lengths = np.array([100.0, 2000.0])
-    tokens, squares = float(lengths.sum()), float((lengths**2).sum())
-    whole = training_flops(config, lengths, 1500)  # type: ignore[arg-type]
-    assert 3 * forward_flops(shape(name), tokens, squares, 1500) == pytest.approx(whole)
 
 
 def test_small_micro_batches_are_limited_by_communication() -> None:
