@@ -1,5 +1,4 @@
-"""Trains the same work with TRL's GRPOTrainer (loss_type="dapo") and with this project, and prints
-their ratio.
+"""Compares this project's training with TRL's GRPOTrainer (loss_type="dapo") on the same work.
 
 Both do one optimizer step of AdamW per batch, with the same prompts, numbers of responses, limits,
 learning rate and score, without a reference model, at temperature 1, with the same gradient
@@ -17,8 +16,7 @@ The two small ones draw lengths by themselves, so neither trainer is told any. A
 smollm2, where prompts are most of the work.
 
 What is and is not the same:
-- TRL generates with transformers, its default. Its colocated vLLM takes new weights by the model's
-  `load_weights`, which fails on vLLM's CPU backend, and vLLM 0.32 is newer than TRL 1.16 supports.
+- TRL generates with transformers, its default: vLLM 0.32 is newer than TRL 1.16 supports.
 - TRL has float32 weights under bfloat16 autocast by default, this project bfloat16 copies of
   float32 weights. "bfloat16 weights" keeps weights and Adam's moments of TRL in bfloat16, so small
   updates are lost.

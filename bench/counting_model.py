@@ -22,8 +22,7 @@ from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.demo.recipe_model import recipe_config
 from dapo_core.demo.warm_start import MAX_POSITIONS, train_tokenizer
 
-# Logits of the token that counts down and of a length that is not drawn; others are about 0. Higher
-# ones would give gradients whose squares are denormal numbers, which cost 100 times as much.
+# Logits of the token that counts down and of a length that is not drawn; others are about 0.
 SHARPNESS, NEVER = 24.0, -24.0
 SIZES = WarmStartConfig(num_layers=3, hidden_size=256, num_heads=8)  # 2.6 million parameters
 
