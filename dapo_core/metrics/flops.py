@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dapo_core.algorithm.balance import prompt_owners
 from dapo_core.machine.device import peak_flops
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.tower import LANGUAGE_MODELS, tower_of
@@ -134,12 +135,22 @@ class ActorUtilization:
         logger.info("%s, so perf/mfu/actor is not reported", missing)
 
     def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
-        """Return perf/mfu/actor of passes that took `seconds`; {} if unknown."""
+        """Return perf/mfu/actor of passes that took `seconds`; {} if unknown.
+
+        A prompt that siblings share counts once.
+        """
         if self.peak is None:
             return {}
         num_logits = int(batch.response_lengths.sum())
-        flops = training_flops(self.config, batch.lengths, num_logits, self.num_adapted)
-        assert flops is not None, "the constructor leaves peak unset for such an architecture"
+        repeats = prompt_owners(batch) != np.arange(batch.num_responses)
+        flops, saved = (
+            training_flops(self.config, lengths, num_targets, self.num_adapted) or 0.0
+            for lengths, num_targets in (
+                (batch.lengths, num_logits),
+                (batch.prompt_lengths.numpy()[repeats], 0),
+            )
+        )
+        flops -= saved
         shown = {image.digest: image.grid_thw for images in batch.images or () for image in images}
         flops += tower_flops(self.config, [*shown.values()], self.trains_tower)
         return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

@@ -23,10 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from dapo_core.algorithm.batch import build_batch
 from dapo_core.machine.device import Device, device_for, peak_flops
 from dapo_core.memory.tower import LANGUAGE_MODELS
 from dapo_core.metrics.flops import ActorUtilization, tower_flops, training_flops
 from dapo_core.model.inputs import ImageReference
+from tests.batches import make_group
 from tests.tiny_vision import FAMILIES, Family, build_tiny_vision
 
 SIZES: dict[str, Any] = {
@@ -57,7 +59,13 @@ CONFIGS = {
     ),
 }
 BATCH: Any = SimpleNamespace(
-    lengths=np.array([2, 3]), response_lengths=torch.tensor([2, 2]), images=None
+    lengths=np.array([2, 3]),
+    prompt_lengths=torch.tensor([0, 1]),
+    response_lengths=torch.tensor([2, 2]),
+    group_ids=torch.tensor([0, 1]),
+    num_responses=2,
+    routing=None,
+    images=None,
 )
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -165,6 +173,15 @@ def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> No
     # 560,160 operations in 1 us on 4 x 312e12 FLOP/s: 560,160 / 1.248e9
     metrics = meter.metrics(BATCH, 1e-6)
     assert metrics == {"perf/mfu/actor": pytest.approx(4.4885e-4, rel=1e-4)}
+
+
+def test_a_prompt_that_siblings_share_counts_once_in_utilization() -> None:
+    config = CONFIGS["qwen3"]
+    meter = ActorUtilization(config, "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=1)
+    batch = build_batch([make_group([1.0, 0.0], 0, [3, 4], num_prompt_tokens=5)], False)
+    # the second response of 4 tokens, without the 5 of the prompt before it
+    needed = flops(config, [8, 9], 7) - flops(config, [5], 0)
+    assert meter.metrics(batch, 1.0) == {"perf/mfu/actor": pytest.approx(needed / 312e12)}
 
 
 @pytest.mark.parametrize(
