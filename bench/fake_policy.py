@@ -41,7 +41,7 @@ from dapo_core.policy.routing import Routing
 
 TOTAL = "Total"
 CONSTANT_ELEMENTS = 4096  # of fake tensors that keep their values: those made of pictures' grids
-ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")
+ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets", "tokens", "sequences")
 DEEP_FEATURES = "_deepstack_process"  # of a decoder that adds features to hidden states
 
 Parts = dict[str, int]  # bytes by the tracker's categories, and their sum under TOTAL
@@ -230,7 +230,12 @@ def _with_fake_rows(
         packing = row.packing
         packing.positions = mode.from_tensor(packing.positions)
         packing.blocks = [
-            replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks
+            replace(
+                block,
+                queries=mode.from_tensor(block.queries),
+                keys=mode.from_tensor(block.keys),
+            )
+            for block in packing.blocks
         ]
         fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
         shown = row.pictures

@@ -15,33 +15,10 @@ import torch
 from dapo_core.algorithm.batch import Batch
 from dapo_core.errors import DataError
 
-# A shared prompt needs an attention mask and keeps siblings together, so it must save many tokens.
-MIN_PROMPT_SHARE = 0.25  # of a sequence
 BUNDLES_PER_RANK = 4  # at least, so that ranks can be balanced
 # Memory of a shared prompt token's keys and values, which attention copies for each further
 # sibling, relative to a token of its own.
 COPY_SHARE = 0.25
-
-
-def prompt_owners(batch: Batch) -> np.ndarray:
-    """Return the row whose prompt tokens each row uses: [B], the row itself unless siblings share.
-
-    Siblings share if the prompt is at least `MIN_PROMPT_SHARE` of the tokens of each, and if the
-    routing to replay in it is the same. Example with siblings of a prompt of 4 tokens and responses
-    of 2, 13 and 3, where 13 is more than three times 4: [0, 1, 0].
-    """
-    prompt_lengths = batch.prompt_lengths.numpy()
-    is_long = prompt_lengths >= MIN_PROMPT_SHARE * batch.lengths
-    owners = np.arange(batch.num_responses)
-    first: dict[int, int] = {}  # sharing row of each group
-    for row in np.flatnonzero(is_long).tolist():
-        owner = first.setdefault(int(batch.group_ids[row]), row)
-        count = prompt_lengths[row]
-        if batch.routing is None or np.array_equal(
-            batch.routing[owner][:count], batch.routing[row][:count]
-        ):
-            owners[row] = owner
-    return owners
 
 
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
@@ -166,7 +143,7 @@ def _bundles(
     tokens: list[int] = []
     whole_costs: list[float] = []  # without sharing
     last: dict[int, int] = {}  # bundle of each owner
-    for row, owner in enumerate(prompt_owners(batch).tolist()):
+    for row, owner in enumerate(batch.prompt_owners.tolist()):
         bundle = last.get(owner)
         added = lengths[row] - saved_tokens[row]
         if (

@@ -17,6 +17,9 @@ from dapo_core.draw.groups import Group, Rollout
 from dapo_core.model.inputs import ImageReference
 from dapo_core.model.routers import Experts, unknown
 
+# A shared prompt needs an attention mask and keeps siblings together, so it must save many tokens.
+MIN_PROMPT_SHARE = 0.25  # of a sequence
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -79,6 +82,27 @@ class Batch:
     def lengths(self) -> np.ndarray:
         """Prompt+response tokens of each row: [B] int64."""
         return (self.prompt_lengths + self.response_lengths).numpy()
+
+    @property
+    def prompt_owners(self) -> np.ndarray:
+        """The row whose prompt tokens each row uses: [B], the row itself unless siblings share.
+
+        Siblings share if the prompt is at least `MIN_PROMPT_SHARE` of the tokens of each, and if
+        the routing to replay in it is the same. Example with siblings of a prompt of 4 tokens and
+        responses of 2, 13 and 3, where 13 is more than three times 4: [0, 1, 0].
+        """
+        prompt_lengths = self.prompt_lengths.numpy()
+        is_long = prompt_lengths >= MIN_PROMPT_SHARE * self.lengths
+        owners = np.arange(self.num_responses)
+        first: dict[int, int] = {}  # sharing row of each group
+        for row in np.flatnonzero(is_long).tolist():
+            owner = first.setdefault(int(self.group_ids[row]), row)
+            count = prompt_lengths[row]
+            if self.routing is None or np.array_equal(
+                self.routing[owner][:count], self.routing[row][:count]
+            ):
+                owners[row] = owner
+        return owners
 
     @property
     def probe(self) -> Batch:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_core.algorithm.balance import prompt_owners
 from dapo_core.machine.device import peak_flops
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.tower import LANGUAGE_MODELS, tower_of
@@ -142,7 +141,7 @@ class ActorUtilization:
         if self.peak is None:
             return {}
         num_logits = int(batch.response_lengths.sum())
-        repeats = prompt_owners(batch) != np.arange(batch.num_responses)
+        repeats = batch.prompt_owners != np.arange(batch.num_responses)
         flops, saved = (
             training_flops(self.config, lengths, num_targets, self.num_adapted) or 0.0
             for lengths, num_targets in (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dapo_core.algorithm.balance import RankShare, prompt_owners
+from dapo_core.algorithm.balance import RankShare
 from dapo_core.algorithm.batch import Batch, TokenStats
 from dapo_core.algorithm.correction import importance_weights
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
@@ -126,7 +126,7 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
 
 def _layout(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the spans of a row, the prompts that they read (Packing), and PackedRow.places."""
-    owners = prompt_owners(batch)
+    owners = batch.prompt_owners
     num_shared = np.bincount(owners, minlength=len(owners))
     spans: list[int] = []
     prompts: list[tuple[int, int]] = []

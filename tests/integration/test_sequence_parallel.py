@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo_core.algorithm.balance import prompt_owners
 from dapo_core.algorithm.batch import Batch
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import TokenLogProbs
@@ -83,7 +82,7 @@ def test_sequence_parallel_ranks_compute_the_same_as_one_rank(
     batch = random_batch(num_groups=3, group_size=3, seed=5)
     weights = torch.linspace(-1, 2, batch.response_mask.numel()).view_as(batch.rollout_log_probs)
     batch = replace(batch, old_log_probs=weights)
-    assert len(set(prompt_owners(batch))) == 3  # each group shares its prompt
+    assert len(set(batch.prompt_owners)) == 3  # each group shares its prompt
     (whole, *_), ranks = zip(
         *run_ranks(sequence_parallel, _whole_and_slice, family, num_heads, num_key_heads, batch),
         strict=True,

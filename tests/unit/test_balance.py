@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from dapo_core.algorithm.balance import (
     balance_over_ranks,
     micro_batches,
-    prompt_owners,
     split_batch,
     workload,
 )
@@ -91,7 +90,7 @@ def test_siblings_share_a_prompt_of_at_least_a_quarter_of_their_tokens() -> None
     # of 4 prompt tokens: a quarter with 12 response tokens, less with 13
     groups = [make_group([1.0] * 3, 0, [2, 13, 12]), make_group([1.0], 1, 1)]
     batch = build_batch(groups, mask_truncated=False)
-    assert prompt_owners(batch).tolist() == [0, 1, 0, 3]
+    assert batch.prompt_owners.tolist() == [0, 1, 0, 3]
 
 
 def test_prompts_with_unlike_routing_to_replay_are_not_shared() -> None:
@@ -99,12 +98,12 @@ def test_prompts_with_unlike_routing_to_replay_are_not_shared() -> None:
     routing = [np.zeros((6, 1, 2), np.uint8) for _ in range(4)]
     routing[1][4:] = 5  # of a response
     routing[3][3] = 5  # of a prompt
-    assert prompt_owners(replace(batch, routing=routing)).tolist() == [0, 0, 2, 3]
+    assert replace(batch, routing=routing).prompt_owners.tolist() == [0, 0, 2, 3]
 
 
 def _num_tokens(batch: Batch) -> int:
     """Tokens of a row, with a quarter of a shared prompt's for each further sibling."""
-    owners, prompts = prompt_owners(batch), batch.prompt_lengths.numpy()
+    owners, prompts = batch.prompt_owners, batch.prompt_lengths.numpy()
     saved = prompts[owners != np.arange(len(owners))] * 3 // 4
     return int(batch.lengths.sum() - saved.sum())
 
@@ -135,7 +134,7 @@ def test_siblings_are_trained_together_within_the_limit_of_a_micro_batch(
         for number, chosen in enumerate(share.micro_batches):
             assert _num_tokens(batch.select(rows[chosen])) <= max_tokens if len(chosen) else True
             together |= dict.fromkeys(rows[chosen].tolist(), (rank, number))
-    owners = prompt_owners(batch)
+    owners = batch.prompt_owners
     limit = workload(batch.lengths, 4096).sum() / (4 * num_ranks)
     for row in np.flatnonzero(owners != np.arange(len(owners))).tolist():
         siblings = owners == owners[row]

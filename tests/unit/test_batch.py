@@ -138,8 +138,6 @@ def test_ranks_get_equally_many_micro_batches_and_every_response_once(
                 share.batch.token_ids[local, :length].tolist()
                 == batch.token_ids[row, :length].tolist()
             )
-        for part in (part for part in share.micro_batches if len(part)):
-            assert share.batch.lengths[part].sum() <= max_tokens
 
 
 def test_ranks_without_responses_still_take_part() -> None:

@@ -62,9 +62,8 @@ BATCH: Any = SimpleNamespace(
     lengths=np.array([2, 3]),
     prompt_lengths=torch.tensor([0, 1]),
     response_lengths=torch.tensor([2, 2]),
-    group_ids=torch.tensor([0, 1]),
+    prompt_owners=np.array([0, 1]),
     num_responses=2,
-    routing=None,
     images=None,
 )
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dapo_core.algorithm.balance import prompt_owners
 from dapo_core.algorithm.batch import Batch, build_batch
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import Cpu
@@ -132,7 +131,7 @@ def test_at_most_half_of_an_attention_block_is_padding() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packing_does_not_change_log_probs(family: str, is_tied: bool) -> None:
     batch = random_batch(num_groups=4, group_size=3, seed=2)
-    assert len(set(prompt_owners(batch))) == 5  # row 8 alone keeps a prompt of its own
+    assert len(set(batch.prompt_owners)) == 5  # row 8 alone keeps a prompt of its own
     plain, packed = _model(family, is_tied), TokenLogProbs(_model(family, is_tied), chunk_tokens=7)
     log_probs, entropy = packed(pack(batch, CPU), 0.8, True)
     expected_log_probs, expected_entropy = _alone(plain, batch, 0.8)
