@@ -133,7 +133,10 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
 
 def no_plots(*_: object) -> Plots:
     """Empty plots, in place of `draw_plots`."""
-    return {"accuracy": [""], "training": [""]}
+    return {
+        name: [""]
+        for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")
+    }
 
 
 def write_report(*arguments: Any) -> dict[str, Any]:

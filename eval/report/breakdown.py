@@ -31,6 +31,7 @@ Pair = tuple[Samples, Samples]  # one item before and after; every request was a
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
 UNFINISHED = ("no_answer", "truncated")
 QUANTILES = (5, 25, 50, 75, 95)
+NUM_BINS = 30
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Quantiles of the response lengths."""
+    """Response lengths. `histogram[side][i]` counts those from `edges[i]` to `edges[i + 1]`."""
 
     unit: Literal["tokens", "characters"]
     quantiles: dict[str, dict[str, float]]  # side -> {"5", ..., "95", "mean", "max"}
+    edges: list[float]
+    histogram: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
         )
         for name, rows in (("before", before), ("after", after))
     }
+    longest = max(int(lengths.max()) for lengths in sides.values())
+    edges = np.linspace(0, max(longest, 1), NUM_BINS + 1)
     return Lengths(
         unit=unit,
         quantiles={
@@ -182,6 +187,10 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
                 "max": float(lengths.max()),
             }
             for name, lengths in sides.items()
+        },
+        edges=edges.tolist(),
+        histogram={
+            name: np.histogram(lengths, edges)[0].tolist() for name, lengths in sides.items()
         },
     )
 

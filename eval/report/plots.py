@@ -91,9 +91,13 @@ _LOGARITHMIC = ("Engine and policy (per token)",)
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
-    """All plots of a report: SVGs under accuracy and training."""
+    """All plots of a report: SVGs under accuracy, gain, transition, length, limit, training."""
     return {
         "accuracy": accuracy_plots(comparison),
+        "gain": [gain_plot(comparison)],
+        "transition": [transition_plot(comparison)],
+        "length": [length_plot(comparison)],
+        "limit": [limit_plot(comparison)] if comparison.by_limit else [],
         "training": training_plots(steps),
     }
 
@@ -137,6 +141,22 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
     return plots
 
 
+def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
+    """Histogram of a data card's prompt lengths; a line marks data.max_prompt_tokens."""
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    edges, counts = list(lengths["edges"]), lengths["counts"]
+    if len(edges) > 2:
+        # the last bin is open-ended; draw it as wide as the others
+        edges[-1] = 2 * edges[-2] - edges[-3]
+    axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
+    if lengths["max_prompt_tokens"] <= edges[-1]:
+        _mark(axes, lengths["max_prompt_tokens"], "down")
+    axes.set_title("Prompt length (tokens); the last bar is open-ended", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("prompts")
+    return svg_of(figure, "Prompt lengths in tokens")
+
+
 def accuracy_plots(comparison: Comparison) -> list[str]:
     """Both accuracies with 95 % intervals: overall and by level, then by subject if any."""
     sides = ((side.accuracy, side.interval) for side in (comparison.before, comparison.after))
@@ -155,6 +175,70 @@ def accuracy_plots(comparison: Comparison) -> list[str]:
         for field, bars in groups.items()
         if bars
     ]
+
+
+def length_plot(comparison: Comparison) -> str:
+    """Histograms of both response lengths over common bins."""
+    lengths = comparison.lengths
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    for side in ("before", "after"):
+        counts, edges, colour = lengths.histogram[side], lengths.edges, COLOUR[side]
+        axes.stairs(counts, edges, color=colour, linewidth=1.6, label=side)
+        axes.stairs(counts, edges, color=colour, fill=True, alpha=0.18)
+        _mark(axes, lengths.quantiles[side]["50"], side)
+    axes.set_title(f"Response length ({lengths.unit}); medians dashed", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("responses")
+    _legend(axes)
+    return svg_of(figure, "Response lengths before and after")
+
+
+def limit_plot(comparison: Comparison) -> str:
+    """Both accuracies under lower token limits, simulated by truncating the responses."""
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    limits = [sides[0].max_tokens for sides in comparison.by_limit]
+    for number, side in enumerate(("before", "after")):
+        accuracies = [100 * sides[number].accuracy for sides in comparison.by_limit]
+        axes.plot(limits, accuracies, color=COLOUR[side], label=side, marker="o", markersize=3.5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(limits, [f"{limit:,}" for limit in limits])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("accuracy (%)")
+    axes.set_xlabel("token limit, simulated by truncating this run's responses")
+    _legend_above(axes, ncols=2)
+    return svg_of(figure, "Accuracy by token limit")
+
+
+def gain_plot(comparison: Comparison) -> str:
+    """The difference and its components, in points with 95 % intervals."""
+    parts = {name: comparison.gain[name] for name in ("content", "format")}
+    rows = {"difference": (comparison.difference, comparison.ci95)}
+    rows |= {name: (part.difference, part.ci95) for name, part in parts.items()}
+    colours = [
+        "up" if low > 0 else "down" if high < 0 else "soft" for _, (low, high) in rows.values()
+    ]
+    return _interval_plot(
+        rows, colours, "Components of the difference (points), 95 % intervals", (5.2, 2.6)
+    )
+
+
+def transition_plot(comparison: Comparison) -> str:
+    """Transitions: one bar per verdict before, split by verdict after."""
+    figure, axes = _new_figure(width=7.6, height=2.4)
+    names = list(comparison.transitions)
+    starts, places = [0.0] * len(names), range(len(names))
+    for outcome, colour in zip(names, ("up", "down", "before", "third"), strict=True):
+        counts = [comparison.transitions[name][outcome] for name in names]
+        label = f"{outcome.replace('_', ' ')} after"
+        axes.barh(places, counts, left=starts, height=0.62, color=COLOUR[colour], label=label)
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    axes.set_yticks(places, [f"{name.replace('_', ' ')} before" for name in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("items")
+    _legend_above(axes, ncols=4)
+    return svg_of(figure, "Verdicts after, by verdict before")
 
 
 def history_plot(labels: Sequence[str], points: Sequence[Accuracy]) -> str:

@@ -36,8 +36,10 @@ from eval.report.pages import (
     render,
 )
 from eval.report.plots import (
+    Plots,
     checkpoint_plot,
     draw_plots,
+    prompt_length_plot,
     suite_plots,
     training_plots,
 )
@@ -114,7 +116,7 @@ def write_suite_report(
         shown = _of_benchmark(provenance, member.name) if is_suite else provenance
         own = make_report(comparison, own_steps, shown)
         if output_dir is not None:
-            plots = draw_plots(comparison, own_steps)
+            plots = {**draw_plots(comparison, own_steps), **_prompt_plots(shown)}
             page_of = partial(render_html, plots=plots, items=pack_items(before, after))
             if is_suite:
                 write_pages(own, page_of(own), Path(output_dir) / member.name)
@@ -123,7 +125,7 @@ def write_suite_report(
     report = reports[suite.headline]
     if is_suite:
         report |= _front(suite, compared, reports, steps, provenance)
-        page_of = partial(_render_front, steps=steps)
+        page_of = partial(_render_front, steps=steps, provenance=provenance)
     results = others.check(parsed_gates, compared, models.absent)
     more = [*_left_out_sentences(folders), *_run_sentences(steps, others.baselines, provenance)]
     sentences = [*report.get("sentences", [report["verdict"]]), *more, *describe_gates(results)]
@@ -337,14 +339,20 @@ def _notes(compared: SuiteComparison, left_out: Mapping[str, int]) -> list[str]:
     return [*found, THESE_MODELS]
 
 
-def _render_front(report: Mapping[str, Any], steps: Steps) -> str:
+def _render_front(report: Mapping[str, Any], steps: Steps, provenance: Provenance) -> str:
+    plots = {"training": training_plots(steps), **_prompt_plots(provenance)}
     return render(
         "suite.html.j2",
         report=report,
         field=field_of(report),
         page=REPORT_PAGE,
-        plots=markup({"training": training_plots(steps), "suite": suite_plots(report)}),
+        plots=markup({**plots, "suite": suite_plots(report)}),
     )
+
+
+def _prompt_plots(provenance: Provenance) -> Plots:
+    lengths = (provenance.card or {}).get("prompt_lengths")
+    return {"prompts": [prompt_length_plot(lengths)] if lengths else []}
 
 
 def _write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:

@@ -12,6 +12,7 @@ from eval.problems.registry import OWN
 from eval.problems.rows import Split
 from eval.report.compare import compare_evaluations
 from eval.report.item_pages import pack_items
+from eval.report.plots import prompt_length_plot
 from eval.report.report import Provenance, make_report, render_html, render_markdown
 from tasks.config.data import SetConfig
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
@@ -101,6 +102,17 @@ def test_answers_are_classified() -> None:
 
 
 def test_the_report_shows_the_data_card() -> None:
+    lengths = {
+        "num_prompts": 9,
+        "mean": 20.5,
+        "quantiles": {"50": 19, "95": 60},
+        "max": 700,
+        "max_prompt_tokens": 64,
+        "num_too_long": 2,
+        "too_long": "drop",
+        "edges": [0, 32, 64, 701],
+        "counts": [5, 2, 2],
+    }
     reasons = {"no gold answer": {"rows": 3, "examples": ["row 1: <b>"]}}
     one = {
         "name": "my.jsonl",
@@ -110,7 +122,11 @@ def test_the_report_shows_the_data_card() -> None:
         "removed": {},
         "kept": 1197,
     }
-    card = {"sets": [one], "contamination": {"mode": "remove", "rows": 4}}
+    card = {
+        "sets": [one],
+        "contamination": {"mode": "remove", "rows": 4},
+        "prompt_lengths": lengths,
+    }
     items = make_items(4)
     sides = [evaluation(items, letters, name) for letters, name in (("rwww", "a"), ("rrrw", "b"))]
     comparison = compare_evaluations(*sides)
@@ -122,5 +138,7 @@ def test_the_report_shows_the_data_card() -> None:
         "4 training problems also appear in an evaluation set; they were left out of training."
         in text
     )
-    page = render_html(report, no_plots(comparison, []), pack_items(*sides))
+    plots = {**no_plots(comparison, []), "prompts": [prompt_length_plot(lengths)]}
+    page = render_html(report, plots, pack_items(*sides))
     assert 'href="data_card.md"' in page
+    assert "Prompt lengths in tokens" in page

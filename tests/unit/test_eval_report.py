@@ -285,6 +285,8 @@ def test_lengths_are_in_tokens_if_the_server_counted_all() -> None:
     names = ("5", "25", "50", "75", "95", "mean", "max")
     quantiles = dict(zip(names, (11.5, 17.5, 25.0, 32.5, 38.5, 25.0, 40.0), strict=True))
     assert lengths.quantiles["before"] == pytest.approx(quantiles)
+    assert lengths.edges[-1] == 40
+    assert sum(lengths.histogram["after"]) == 4
     rows[0] = replace(rows[0], response_tokens=None)
     lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
     assert lengths.unit == "characters"
@@ -309,9 +311,12 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
     assert "3 + 1 | &lt;b&gt;?" in bodies[2]
     assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
-    # accuracy by level and subject; score and seconds of training
-    assert page.count("<svg") == 4
-    assert '<svg role="img" aria-label="Accuracy before and after, by level"' in page
+    # accuracy by level and subject, components, lengths, transitions; score, seconds and tokens of
+    # training
+    assert page.count("<svg") == 8
+    labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', page)
+    assert labels[0] == "Accuracy before and after, by level"
+    assert labels[1].startswith("Components of the difference")  # format and content
     assert not re.search(r"""(?:src|href)=["'](?!#|data:|\.\./train_policy/)""", page)
     assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every placeholder colour was replaced
 

@@ -45,7 +45,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     run = find_run(recorded.store.root, recorded.folder.name)
     report = read_report(run)
     assert report is not None
-    no_plots: Plots = {"accuracy": [""], "training": [""]}
+    no_plots: Plots = {
+        name: [""] for name in ("accuracy", "gain", "transition", "length", "limit", "training")
+    }
     (run.folder / "report" / "report.html").write_text(
         render_html(report, no_plots, PackedItems(0, "", []))
     )
