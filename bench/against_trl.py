@@ -11,9 +11,9 @@ Cases:
   uniform     2.6 million parameters, responses of 97 to 128 tokens, every length as likely
   long-tail   the same model, log-normal lengths up to 16 times the mean (bench/counting_model.py)
 
-The two small ones draw lengths by themselves, so neither trainer is told any. A learning rate of
-1e-9 keeps them. Tokens of a step differ by chance: compare tokens per second there, and steps of
-smollm2, where prompts are most of the work.
+The models of the two small cases sample the lengths of their responses, so neither trainer sets
+any, and a learning rate of 1e-9 keeps the distribution. Tokens of a step differ by chance: compare
+tokens per second there, and steps of smollm2, where prompts are most of the work.
 
 What is and is not the same:
 - TRL generates with transformers, its default: vLLM 0.32 is newer than TRL 1.16 supports.

@@ -141,14 +141,12 @@ class ActorUtilization:
         if self.peak is None:
             return {}
         num_logits = int(batch.response_lengths.sum())
+        flops = training_flops(self.config, batch.lengths, num_logits, self.num_adapted)
         repeats = batch.prompt_owners != np.arange(batch.num_responses)
-        flops, saved = (
-            training_flops(self.config, lengths, num_targets, self.num_adapted) or 0.0
-            for lengths, num_targets in (
-                (batch.lengths, num_logits),
-                (batch.prompt_lengths.numpy()[repeats], 0),
-            )
-        )
+        repeated = batch.prompt_lengths.numpy()[repeats]
+        saved = training_flops(self.config, repeated, 0, self.num_adapted)
+        assert flops is not None, "the constructor leaves peak unset for such an architecture"
+        assert saved is not None, "likewise"
         flops -= saved
         shown = {image.digest: image.grid_thw for images in batch.images or () for image in images}
         flops += tower_flops(self.config, [*shown.values()], self.trains_tower)

@@ -156,7 +156,8 @@ def read_run(folder: Path) -> RecordedRun:
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
-            environment=record.get("environment", ()),
+            # earlier runs listed those of each child process instead
+            environment=[row for row in record.get("environment", ()) if "set_by" in row],
         )
     except OSError as error:
         raise StoreError(

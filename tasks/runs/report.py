@@ -125,10 +125,6 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     more = {"environment": described(run.environment), "since the first night": since}
     if run.config.is_adopted:
         trained, more["training"] = "trained elsewhere", describe_adopted(training)
-    metrics, advised = Path(training.path) / METRICS_FILE, None
-    if metrics.is_file() and not run.config.is_adopted:
-        logger.info("simulating the next training, which takes a minute for large recipes")
-        advised = advice(run.config, Path(run.stages["fetch_model"].artifact), metrics)
     more["tracked"] = ", ".join(tracked_runs(Path(training.path)))
     return Provenance(
         title=run.config.run.name,
@@ -156,8 +152,19 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
         traces=traces_of(training),
         card=card_of(run, training),
-        advice=advised,
+        advice=advice_of(run, training),
     )
+
+
+def advice_of(run: Run, training: Artifact) -> str | None:
+    """The simulator's advice after a training; after a stored one, the command that asks for it."""
+    metrics = Path(training.path) / METRICS_FILE
+    if run.config.is_adopted or not metrics.is_file():
+        return None
+    if run.stages["train_policy"].cached:
+        return f"dapo simulate {run.config_path} --from {run.folder.name}"
+    logger.info("simulating the next training, which takes a minute for large recipes")
+    return advice(run.config, Path(run.stages["fetch_model"].artifact), metrics)
 
 
 def traces_of(training: Artifact) -> dict[str, str]:

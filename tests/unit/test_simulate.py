@@ -22,6 +22,7 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.config.chain import ModelConfig
 from tasks.preflight.memory import model_config
 from tasks.runs.history import read_run, require_artifact
+from tasks.runs.report import advice_of
 from tasks.runs.simulate import (
     Simulation,
     advice,
@@ -96,6 +97,19 @@ def test_a_report_has_the_simulators_advice_or_why_there_is_none(tmp_path: Path)
     assert advice(config, folder, stopped).startswith("no advice: --from")
     (line,) = usage_lines({"advice": expected})
     assert line == f"the simulator on the next training: {expected}"
+
+
+def test_a_run_with_a_stored_training_names_the_command_instead(tmp_path: Path) -> None:
+    """The simulation would take longer than a run with everything stored."""
+    config = small_config(tmp_path / "store")
+    first, second = record_run(config), record_run(config)
+    training = require_artifact(read_run(first.folder), "train_policy")
+    write_log(Path(training.path) / METRICS_FILE, *[LINE] * 3)
+    metrics = Path(training.path) / METRICS_FILE
+    fetched = Path(first.stages["fetch_model"].artifact)
+    assert advice_of(first, training) == advice(config, fetched, metrics)
+    told = f"dapo simulate {second.config_path} --from {second.folder.name}"
+    assert advice_of(second, training) == told
 
 
 def test_a_log_fits_a_run_whose_engines_ran_ahead(tmp_path: Path) -> None:
