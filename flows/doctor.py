@@ -153,7 +153,7 @@ def check_torch() -> Finding:
 def check_hardware() -> Finding:
     """Report the cores, memory and accelerators this process may use."""
     memory = psutil.virtual_memory()
-    free = f"{describe_bytes(memory.available)} of {describe_bytes(memory.total)}"
+    free = f"{describe_bytes(memory.available)} of {describe_bytes(memory.total)} memory free"
     found = [f"{len(os.sched_getaffinity(0))} cores", free]
     for device in accelerators():
         try:

@@ -70,8 +70,8 @@ def usage_lines(train: Mapping[str, Any]) -> list[str]:
         lines.append(f"time: {', '.join(parts)}")
     if (idle := train.get("engine_idle")) is not None:
         lines.append(
-            f"engines decoded nothing for {idle:.0%} of the time, and {train['slots_idle']:.0%} of "
-            "rollout.max_num_seqs on average"
+            f"engines decoded nothing for {idle:.0%} of the time; on average, "
+            f"{train['slots_idle']:.0%} of rollout.max_num_seqs were idle"
         )
     if fates := train.get("token_fates"):
         parts = [f"{name} {share:.0%}" for name, share in fates.items() if share >= MIN_SHARE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 Rows = list[dict[str, Any]]
 Found = tuple[int, Problem, Row]  # the row's number first
 NO_COLUMNS: Mapping[str, Any] = {}
-HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
+HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # a tenth, without a held-out set
 MAX_SPLIT_BYTES = 64 * 1024**2
 LARGE_FILE_BYTES = 4 * 1024**2  # reading takes seconds from here on
 MIN_RESPONSE_TOKENS = 2  # after the longest prompt
@@ -130,7 +131,7 @@ def data_sets(
         rows = [dict(row) for _, _, row in kept]
     written = {"train": rows} if count.refused else {}
     if held_out is None:
-        written = _split(train, rows)
+        written = _split(train, [_identity(problem) for _, problem, _ in kept], rows)
     if written and any(problem.images for _, problem, _ in kept):
         raise ConfigError(
             f"{train} has pictures and {'unusable rows' if count.refused else 'no held-out set'}, "
@@ -183,20 +184,37 @@ def _contradicted(found: Sequence[Found]) -> set[int]:
     """The numbers of rows with the same problem and different gold answers."""
     by_problem: dict[str, list[tuple[int, str]]] = {}
     for number, problem, _ in found:
-        key = json.dumps(problem.messages or problem.text) + repr(problem.images)
-        by_problem.setdefault(key, []).append((number, problem.gold))
+        by_problem.setdefault(_identity(problem), []).append((number, problem.gold))
     unequal = (same for same in by_problem.values() if len({gold for _, gold in same}) > 1)
     return {number for same in unequal for number, _ in same}
 
 
-def _split(name: str, rows: Rows) -> dict[str, Rows]:
-    """Training and held-out rows. Raises ConfigError if there are too few."""
-    if len(rows) < 2 * MIN_HELD_OUT:
+def _identity(problem: Problem) -> str:
+    """Equal for rows with the same problem."""
+    return json.dumps(problem.messages or problem.text.strip()) + repr(problem.images)
+
+
+def _split(name: str, identities: Sequence[str], rows: Rows) -> dict[str, Rows]:
+    """Rows of training problems, and a row of each held-out problem, drawn at random.
+
+    Raises ConfigError if there are too few problems.
+    """
+    rows_of: dict[str, Rows] = {}
+    for identity, row in zip(identities, rows, strict=True):
+        rows_of.setdefault(identity, []).append(row)
+    problems = list(rows_of.values())
+    if len(problems) < 2 * MIN_HELD_OUT:
         raise ConfigError(
-            f"{name} has {len(rows)} rows, too few to split; name a held-out set with --eval"
+            f"{name} has {len(problems)} different problems, too few to split; name a held-out set "
+            "with --eval"
         )
-    every = len(rows) // min(max(len(rows) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
-    return {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
+    num_held_out = min(max(len(problems) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
+    held_out = {*random.Random(0).sample(range(len(problems)), num_held_out)}
+    trained = [same for at, same in enumerate(problems) if at not in held_out]
+    return {
+        "train": [row for same in trained for row in same],
+        "eval": [problems[at][0] for at in sorted(held_out)],
+    }
 
 
 def _solved(problems: Iterable[Problem]) -> Rows:

@@ -418,7 +418,8 @@ def test_a_report_says_where_time_and_tokens_went() -> None:
         # 31 + 6 + 3 of 40 s; of 220 tokens 120 were trained on, 60 all wrong, and 40 are left
         "time: generate 78%, update 15%, other 8%",
         # (10 x 0.25 + 30 x 0.05) / 40 and (10 x 0.5 + 30 x 0.3) / 40
-        "engines decoded nothing for 10% of the time, and 35% of rollout.max_num_seqs on average",
+        "engines decoded nothing for 10% of the time; on average, 35% of rollout.max_num_seqs were "
+        "idle",
         "response tokens: trained on 55%, all wrong 27%, for later steps 18%",
     ]
 

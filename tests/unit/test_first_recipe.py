@@ -165,8 +165,23 @@ def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(fold
     assert data_set("g.parquet", "data") == [{"set": "gsm8k", "path": "g.parquet"}]
     written("g", "g.jsonl")
     assert "train: g.train.jsonl" in Path("g.yaml").read_text()
-    row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])
+    row = json.loads(Path("g.train.jsonl").read_text().splitlines()[0])
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
+
+
+def test_a_problem_on_several_rows_is_either_trained_on_or_held_out(folder: Path) -> None:
+    rows = [
+        {"question": f"What is {n % 30} and 1?", "answer": n % 30 + 1, "kind": n % 10}
+        for n in range(90)
+    ]
+    Path("r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert statuses(written("r", "r.jsonl")) == {OK}
+    texts = [Path(f"r.{name}.jsonl").read_text() for name in ("train", "eval")]
+    train, held_out = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    assert (len(train), len(held_out)) == (66, 8)
+    assert len({row["question"] for row in held_out}) == 8
+    assert {row["question"] for row in train}.isdisjoint(row["question"] for row in held_out)
+    assert len({row["kind"] for row in held_out}) > 3
 
 
 @pytest.mark.parametrize(("num_rows", "is_warned"), [(1319, True), (200, False)])
@@ -266,7 +281,7 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
         csv.writer(file, lineterminator="\r\n").writerows([["Question", "Answer"], *rows])
     assert statuses(written("odd", "odd.csv")) == {OK}
     kept = [len(Path(f"odd.{name}.jsonl").read_text().splitlines()) for name in ("train", "eval")]
-    assert kept == [25, 9]
+    assert kept == [26, 8]
     assert "5 of 40 rows, with no Answer; row 0: " in caplog.text
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.text
     two = written("two", "odd.csv", "data/questions.csv")
