@@ -25,6 +25,7 @@ from dapo_core.engines.base import (
     Row,
     Sequences,
 )
+from dapo_core.engines.decode_attention import DECODE_ATTENTION
 from dapo_core.errors import RolloutError
 from dapo_core.memory.holdings import WEIGHTS
 from dapo_core.model.lora import add_adapters, is_adapter, sent_name
@@ -131,6 +132,7 @@ class HuggingFaceEngine(Engine):
         self._file_names = weight_names(model_path)
         dtype = getattr(torch, settings.dtype)
         model: Any = load_causal_lm(model_path, dtype, settings.trust_remote_code)
+        model.set_attn_implementation(DECODE_ATTENTION)
         self._has_adapter = settings.lora is not None
         if settings.lora is not None:
             sizes = {name: header.shape for name, header in read_headers(model_path).items()}
