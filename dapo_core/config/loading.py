@@ -248,20 +248,27 @@ def _parse(
 def nearest(root: type[BaseModel], name: str) -> str:
     """Return ` (did you mean X?)` for the most similar key, or a pointer to the list of keys.
 
-    Initials count as most similar: train.lr means train.learning_rate.
+    Initials count as most similar: train.lr means train.learning_rate. Then a word of a key in the
+    same section: checkpoint.every means checkpoint.save_every.
     """
     keys = list(known_fields(root))
+    section, _, leaf = name.rpartition(".")
     short = {key: re.sub(r"([a-z])[a-z0-9]*(_|$)", r"\1", key) for key in keys if "_" in key}
     if meant := [key for key in short if f".{short[key]}".endswith(f".{name}")]:
         return f" (did you mean {' or '.join(meant)}?)"
-    sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
+    siblings = [key for key in keys if key.startswith(f"{section}.")]
+    if meant := [key for key in siblings if leaf in key.rsplit(".", 1)[-1].split("_")]:
+        return f" (did you mean {' or '.join(meant)}?)"
+    sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {section})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
-    leaf = name.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
     if not close or leaf in by_leaf:
         matches = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
         close = [by_leaf[match] for match in matches]
-    return f" (did you mean {close[0]}?)" if close else "; `dapo config show` lists all keys"
+    if close:
+        return f" (did you mean {close[0]}?)"
+    listed = f"explain {section}` lists its" if siblings else "show` lists all"
+    return f"; `dapo config {listed} keys"
 
 
 def placeholders(

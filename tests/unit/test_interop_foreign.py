@@ -63,7 +63,7 @@ def test_our_misspelt_keys_get_a_suggestion() -> None:
     )
     assert answers[1] == "unknown key train.learnig_rate = 1 (did you mean train.learning_rate?)"
     assert refused("run.bogus=1") == [
-        "unknown key run.bogus = 1; `dapo config show` lists all keys"
+        "unknown key run.bogus = 1; `dapo config explain run` lists its keys"
     ]
 
 
