@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 7.0  # of silence; an operation speaks after a quarter of it at the earliest
 MAX_CHARS = 200  # of a description, which may quote a long line
+_QUOTED = re.compile(r" \(\d+ s so far\)$")  # another process's line may end so
 
 _Operation = tuple[Callable[[], str], float]  # its description, and when it began
 _operations: contextvars.ContextVar[list[_Operation] | None] = contextvars.ContextVar(
@@ -67,7 +69,7 @@ def _beat(operations: list[_Operation], ended: threading.Event) -> None:
         describe, began = operations[-1]
         now = time.monotonic()
         if now >= max(_last_line + SECONDS, began + SECONDS / 4):
-            text = describe()
+            text = _QUOTED.sub("", describe())
             if len(text) > MAX_CHARS:
                 text = f"{text[:MAX_CHARS]} ..."
             logger.info("%s (%.0f s so far)", text, now - began)

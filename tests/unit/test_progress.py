@@ -127,6 +127,8 @@ def test_without_a_terminal_long_work_is_logged_by_time_alone(
     with heartbeat.heartbeat(lambda: "a line of a server " * 300):
         wait_until(lambda: caplog.messages[-1].startswith("a line of"), "a line")
     assert len(caplog.messages[-1]) < 250
+    with heartbeat.heartbeat(lambda: "serve: loading vLLM (7 s so far)"):  # a heartbeat's own line
+        wait_until(lambda: "serve: loading vLLM (0 s so far)" in caplog.messages, "a line")
     timer = PhaseTimer("training step 3")
     with timer.phase("weight_sync"):
         wait_until(lambda: "training step 3: weight_sync (0 s so far)" in caplog.messages, "a line")
