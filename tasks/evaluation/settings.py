@@ -66,9 +66,9 @@ def load_sets(
     """The sets of evaluate.benchmarks by name, prepared as in a run; else one set under "".
 
     That set is `problems` (of the registered set `name`, if given), or set `name` from its default
-    source. data.columns, and those of a set of data.eval with its prompt, apply to files that have
-    all of them; prepared files do not. Pictures are stored in the folder `work`. Raises
-    ProblemsError for bad rows.
+    source. data.columns and data.prompt_template, or those of a set of data.eval that names this
+    file or its columns, apply to files that have all columns and are not prepared. Pictures are
+    stored in the folder `work`. Raises ProblemsError for bad rows.
     """
     settings = config.evaluate
     own = None if problems is None or name is not None else _own_set(config, Path(problems))
@@ -93,14 +93,18 @@ def load_sets(
 
 
 def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
-    """The file as a set of data.eval, with the recipe's columns; None if the file lacks them."""
-    columns = columns_of(path) if path.exists() else []
+    """The file as a set of data.eval, with the recipe's columns and prompt; None without any."""
+    if not path.exists():
+        return None
+    columns = columns_of(path)
     if set(PREPARED.columns).issubset(columns):
         return None
-    for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
+    for one in map(config.data.of, (*config.data.eval, SetConfig(set=str(path)))):
         layout = one.columns.layout if one.columns else Layout()
         names = {name if name in columns else name.partition(".")[0] for name in layout.columns}
-        if layout.names_columns and columns and names.issubset(columns):
+        is_this = Path(one.set).exists() and path.samefile(one.set)
+        has_prompt = one.prompt_template is not None or one.system_prompt is not None
+        if names.issubset(columns) and (layout.names_columns or (is_this and has_prompt)):
             return one.model_copy(update={"set": str(path), "path": None})
     return None
 

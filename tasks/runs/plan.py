@@ -166,7 +166,7 @@ def _explain(
     if before is not None:
         return "stale", "", _changes(before, key)
     is_new = not any(label in run.stages for run in runs)
-    return "runs", "never built" if is_new else "artifacts of earlier runs were removed", ()
+    return "runs", "never built" if is_new else "the outputs of earlier runs are gone", ()
 
 
 def _manifest_before(runs: list[RecordedRun], label: str) -> dict[str, Any] | None:

@@ -179,6 +179,12 @@ def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) 
     assert (item.id, item.gold, item.prompt[0]["content"]) == ("A7", "2", "Add.")
     with pytest.raises(ProblemsError, match=r"columns asked, value.*data\.columns\.problem"):
         load_sets(config, tmp_path, str(other))
+    usual = tmp_path / "usual.csv"
+    usual.write_text("problem,answer\n1 + 1,2\n")
+    path.write_text(f"data: {{train: arithmetic, eval: {usual}, prompt_template: '{{problem}} ='}}")
+    config = load_config_or_defaults(path)
+    [item] = load_sets(config, tmp_path, str(usual))[""].items
+    assert item.prompt[-1]["content"] == "1 + 1 ="
 
 
 def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:
