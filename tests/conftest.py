@@ -24,9 +24,8 @@ os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported
 # Background jobs of a shell ignore these signals, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-typer.testing._get_command = functools.cache(
-    typer.testing._get_command
-)  # building it takes as long as most commands
+# building it takes as long as most commands
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Files that take minutes, longest first, so that no single worker is left with one of them at the
 # end.

@@ -249,9 +249,8 @@ class Site:
         deadline = time.monotonic() + seconds
         is_over = False
         while not is_over:
-            is_over = (
-                time.monotonic() >= deadline
-            )  # read before the last check, since we may be late ourselves
+            # read before the last check, since we may be late ourselves
+            is_over = time.monotonic() >= deadline
             if answer := check():
                 return answer
             time.sleep(0.5)

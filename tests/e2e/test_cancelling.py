@@ -77,9 +77,8 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number >= stop_at and due.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGTERM)
-        is_late = (
-            handler.number >= stop_at + 30
-        )  # the signal takes a while, in which not all may be answered
+        # the signal takes a while, in which not all may be answered
+        is_late = handler.number >= stop_at + 30
         return (is_late or prompt == "1499 + 1 = ?") and release.wait(FAR)
 
     def evaluate_and_kill() -> None:

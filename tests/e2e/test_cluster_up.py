@@ -185,9 +185,8 @@ def test_a_host_with_another_ray_or_other_code_is_refused(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
         assert f"{second.name}: ray 9.9.9 differs from the head's " in _refused(site)
-        patch.setenv(
-            "CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"'
-        )  # the project's folder
+        # the project's folder
+        patch.setenv("CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"')
         message = _refused(site)
     assert f"{second.name}: its code in {other_code} differs from the code here (digest " in message
 
@@ -216,9 +215,8 @@ def test_up_starts_the_missing_host_and_a_second_up_changes_nothing(
     result = site.up()
     assert result.exit_code == 0, f"{result.output}{result.exception}"
     assert f"{other}: started, " in result.output
-    assert f"{head}: started, " in result.output or not isinstance(
-        network, str
-    )  # it was running already
+    # it was running already
+    assert f"{head}: started, " in result.output or not isinstance(network, str)
     status = site.status()
     assert [host["state"] for host in status.values()] == ["up", "up"]
     assert [(host["devices"], host["free"]) for host in status.values()] == [(1, 1), (1, 1)]

@@ -199,9 +199,8 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
     again = completed(site, site.create_run("dapo-full"))
     assert again.cached == dict.fromkeys(STAGES, True)
     states = site.task_states(again.flow_run)
-    assert sorted(states.values()) == ["Cached"] * len(STAGES) + [
-        "Completed"
-    ]  # the report is always written
+    # the report is always written
+    assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]
     assert again.report["artifacts"] == chain.report["artifacts"]
     assert again.report["after"] == chain.report["after"]
 

@@ -277,9 +277,8 @@ def test_states_explain_why_a_run_ended(
     lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
     assert any("skipped because it started 5.0 hours late" in line for line in lines)  # in the UI
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
-    assert (
-        f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
-    )  # the date in Berlin
+    # the date in Berlin
+    assert f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
 
 
 def test_dapo_stage_runs_one_stage_and_prints_its_output_path(site: Site) -> None:

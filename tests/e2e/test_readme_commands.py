@@ -171,9 +171,8 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             )
             output = done.stdout + done.stderr
             assert done.returncode == 0, output
-            assert (
-                "nanobind: leaked" not in output
-            )  # printed if Python's final garbage collection is skipped
+            # printed if Python's final garbage collection is skipped
+            assert "nanobind: leaked" not in output
         yield folder
     finally:
         if server is not None:

@@ -10,11 +10,8 @@ import pytest
 from tests.cluster_sites import Site, make_site, preflight
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
 
-FAR, VERY_FAR, FARTHEST = (
-    0.03,
-    0.25,
-    2.0,
-)  # seconds one way: another city, a satellite, a network in trouble
+# seconds one way: another city, a satellite, a network in trouble
+FAR, VERY_FAR, FARTHEST = (0.03, 0.25, 2.0)
 
 
 @pytest.fixture(scope="module")

@@ -121,12 +121,7 @@ def test_what_verl_trained_is_merged_evaluated_and_reported(
     place = output / "global_step_20/actor"
     assert (
         manifest["metrics"].items()
-        >= {
-            "trained": "elsewhere",
-            "source": str(place),
-            "step": 20,
-            "format": "verl",
-        }.items()
+        >= {"trained": "elsewhere", "source": str(place), "step": 20, "format": "verl"}.items()
     )
     assert not any("optim" in row["path"] for row in manifest["files"])
     steps = read_json_lines(training / "metrics.jsonl")

@@ -115,9 +115,8 @@ def test_a_dead_actor_ends_every_call_and_differs_from_an_error(actors: list[Any
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=message) as caught:  # after a broken collective
         watched.get([healthy.call.remote("fail")])
-    with pytest.raises(
-        WorkerDied, match=message
-    ):  # after a save or load that included the dead actor
+    # after a save or load that included the dead actor
+    with pytest.raises(WorkerDied, match=message):
         watched.get([healthy.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):

@@ -206,8 +206,7 @@ def test_wrong_content_is_not_kept(hub: HubServer, tmp_path: Path, name: str) ->
 
     hub.interfere = exchange
     with pytest.raises(
-        DownloadError,
-        match=rf"{name} of org/tiny is not the expected file.*sha256 {sha256(bad)}",
+        DownloadError, match=rf"{name} of org/tiny is not the expected file.*sha256 {sha256(bad)}"
     ):
         fetch(snapshot, tmp_path / "out", [name])
     assert not (tmp_path / "out" / name).exists()

@@ -213,8 +213,7 @@ def test_a_server_that_refuses_everything_is_given_up_early(
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
-        EvaluationError,
-        match=r"were not answered.*HTTP 403 from .*export VLLM_API_KEY",
+        EvaluationError, match=r"were not answered.*HTTP 403 from .*export VLLM_API_KEY"
     ):
         evaluate(make_set(400), endpoint, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60

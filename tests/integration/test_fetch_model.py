@@ -98,16 +98,13 @@ def test_needed_files_are_fetched_once_per_commit(
     assert load_tokenizer(first.path)
     hub.asked.clear()
     assert fetched(config) == first
-    assert [asked.path for asked in hub.asked] == [
-        "/api/models/org/tiny?blobs=true"
-    ]  # once in the whole run
+    # once in the whole run
+    assert [asked.path for asked in hub.asked] == ["/api/models/org/tiny?blobs=true"]
     moved = repo.commit({**files, "README.md": b"another card"})
     assert planned(config).changes == ("input commit changed",)
     second = fetched(config)
-    assert (second.key != first.key, second.digest) == (
-        True,
-        first.digest,
-    )  # so nothing after it is made again
+    # so nothing after it is made again
+    assert (second.key != first.key, second.digest) == (True, first.digest)
     assert second.manifest()["inputs"][COMMIT] == moved
     assert hub.contents() == []  # every file was there under its digest
     assert fetched(recipe(tmp_path, f"model.revision={commit}")).digest == first.digest

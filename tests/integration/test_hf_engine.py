@@ -17,12 +17,8 @@ def test_hf_resumed_responses_equal_uninterrupted_ones(model_path: Path) -> None
     engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
     requests = make_requests(6)
     uninterrupted = run(engine, requests)
-    for num_steps in (
-        0,
-        1,
-        7,
-        30,
-    ):  # before the first token, after it, midway, and in the second wave
+    # before the first token, after it, midway, and in the second wave
+    for num_steps in (0, 1, 7, 30):
         engine.submit(requests)
         responses = {
             response.request_id: response for _ in range(num_steps) for response in engine.step()

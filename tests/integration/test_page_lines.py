@@ -48,10 +48,8 @@ def prefect_page() -> Iterator[list[dict[str, Any]]]:
     handler.addFilter(with_run)
     set_api_log_sink(sent.append)
     ours = logging.getLogger("tasks")
-    before, ours.handlers = (
-        ours.handlers,
-        [handler],
-    )  # a flow that was imported has left one already
+    # a flow that was imported has left one already
+    before, ours.handlers = (ours.handlers, [handler])
     try:
         yield sent
     finally:

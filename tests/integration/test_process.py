@@ -406,9 +406,8 @@ def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> Non
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
     masks = {name: int(mask, 16) for name, mask in (line.split() for line in lines)}
-    settable = sum(
-        1 << (number - 1) for number in signal.valid_signals()
-    )  # glibc keeps 32 and 33 to itself
+    # glibc keeps 32 and 33 to itself
+    settable = sum(1 << (number - 1) for number in signal.valid_signals())
     hangup = 1 << (signal.SIGHUP - 1)
     ignored = hangup if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0
     assert {name: mask & settable for name, mask in masks.items()} == {

@@ -132,8 +132,7 @@ def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
     _in_bfloat16_files(build_tiny(tmp_path, "qwen3", seed=6))
     (tmp_path / shard_name(2, 2)).unlink()
     with pytest.raises(
-        ModelError,
-        match=r"lacks 1 of its 2 weight files, such as model-00002-of-00002",
+        ModelError, match=r"lacks 1 of its 2 weight files, such as model-00002-of-00002"
     ):
         load_sharded(tmp_path, TrainConfig(), CPU, Logits)
 
@@ -157,9 +156,8 @@ class LargestTensor(TorchDispatchMode):
             aten.set_,
             aten.lift_fresh,
         )
-        if (
-            type(result) is torch.Tensor and not result.is_meta and not takes_none
-        ):  # a DTensor counts as its shard
+        # a DTensor counts as its shard
+        if type(result) is torch.Tensor and not result.is_meta and not takes_none:
             self.num_bytes = max(self.num_bytes, result.nbytes)
         return result
 

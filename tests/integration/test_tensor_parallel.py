@@ -63,9 +63,8 @@ def test_an_engine_over_two_processes(
         ]
         turns = Turns(cluster.policy, cluster.rollouts, config.train)
         _require_sync(cluster, turns, batch, 1)
-        for version, is_local in enumerate(
-            [[False, False], [True, False]], 2
-        ):  # pretend that parts are on another node
+        # pretend that parts are on another node
+        for version, is_local in enumerate([[False, False], [True, False]], 2):
             cluster.weights.connect(
                 is_local, lambda number=version: f"file://{tmp_path}/meet_{number}"
             )

@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint.folder import (
-    best_checkpoints,
-    checkpoint_folders,
-    latest_checkpoint,
-)
+from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.machine.stopping import TrainingStopped
@@ -91,12 +87,7 @@ class Begun:
             "keep_best": 1,
             **changes.get("checkpoint", {}),
         }
-        train = {
-            "total_steps": 4,
-            "learning_rate": 2e-2,
-            "num_ranks": 1,
-            "save_rollouts_every": 2,
-        }
+        train = {"total_steps": 4, "learning_rate": 2e-2, "num_ranks": 1, "save_rollouts_every": 2}
         sections["train"] = {**train, **changes.get("train", {})}
         return config_of(**sections)
 

@@ -246,8 +246,7 @@ def test_a_reference_with_other_sizes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("skipped", "resumed_after", "placement"),
-    [(0, 3, "separate"), (2, 2, "colocated")],
+    ("skipped", "resumed_after", "placement"), [(0, 3, "separate"), (2, 2, "colocated")]
 )
 def test_a_refreshed_reference_survives_a_resume(
     world: World, tmp_path: Path, skipped: int, resumed_after: int, placement: str

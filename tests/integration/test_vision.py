@@ -125,9 +125,7 @@ def config_of(folder: Path, **train: Any) -> Any:
     """Return a configuration whose update computes the gradients of one_by_one."""
     optional = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "dtype": "float32"}
     return make_config(
-        folder,
-        train={**TRAIN, **optional, **train},
-        rollout={"dtype": "float32", "group_size": 2},
+        folder, train={**TRAIN, **optional, **train}, rollout={"dtype": "float32", "group_size": 2}
     )
 
 

@@ -132,9 +132,7 @@ def test_the_folder_has_float32_weights_digit_tokens_and_a_chat_template(
     )
 
 
-def test_the_end_token_stops_generation(
-    built: tuple[Path, dict[str, Any]],
-) -> None:
+def test_the_end_token_stops_generation(built: tuple[Path, dict[str, Any]]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(built[0])
     model = AutoModelForCausalLM.from_pretrained(built[0])
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -318,8 +318,7 @@ def test_a_bucket_sent_twice_is_detected(
     outbox = small_buckets.policy.rank.outbox
     monkeypatch.setattr(outbox, "slot", _no_copy(outbox, 3))
     with pytest.raises(
-        RolloutError,
-        match=r"^rollout worker 0 of 1 loaded other bytes than the policy ranks sent",
+        RolloutError, match=r"^rollout worker 0 of 1 loaded other bytes than the policy ranks sent"
     ):
         small_buckets.weights.send(4)
 

@@ -109,11 +109,8 @@ def test_gold_answers_of_different_kinds_are_different() -> None:
         ("x/2", r"\frac{x}{2}", False),  # int("x") raises there, so this step is lost
         (r"x/2\text{ cm}", "x/2", True),  # normalising alone drops "cm" and the empty \text
         (r"x/2\text{ mm}", "x/2", False),  # but not "mm"
-        (
-            r"5 \text{ and } \frac{1}{2}",
-            "5",
-            True,
-        ),  # from the first \text{ to a last brace is a unit
+        # from the first \text{ to a last brace is a unit
+        (r"5 \text{ and } \frac{1}{2}", "5", True),
         (r"\text{Evelyn}", "Evelyn", True),
         (r"\text{(C)}", "C", True),
         (r"\text{C}", r"\text{(C)}", True),
@@ -224,12 +221,8 @@ def test_aisbench_strips_thinking_from_chat_responses_only() -> None:
 
 def test_the_two_rules_disagree_where_one_is_wrong() -> None:
     for response, finish_reason, gold, expected in (
-        (
-            r"\boxed{7} but wait",
-            "length",
-            "7",
-            ("truncated", True, False),
-        ),  # AISBench ignores how it ended
+        # AISBench ignores how it ended
+        (r"\boxed{7} but wait", "length", "7", ("truncated", True, False)),
         (r"\fbox{7}", "stop", "7", ("right", True, True)),
         (r"\boxed{1,2}", "stop", "12", ("wrong", True, False)),
         (r"\boxed{0.5}", "stop", r"\frac{1}{2}", ("right", False, False)),

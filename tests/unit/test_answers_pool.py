@@ -139,9 +139,8 @@ def test_threads_share_one_process_that_starts_on_demand_and_ends_with_the_grade
             expected = "wrong" if answer == "41" else "right"
             assert grader.grade(f"\\boxed{{{answer}}}", "stop", gold).verdict == expected
         assert grader._pool.pids == set()
-        rows = [
-            (f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)
-        ]  # sqrt(4 (n + 2))
+        # sqrt(4 (n + 2))
+        rows = [(f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)]
         with ThreadPoolExecutor(4) as threads:
             verdicts = list(
                 threads.map(lambda row: grader.grade(row[0], "stop", row[1]).verdict, rows)

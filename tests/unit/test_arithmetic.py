@@ -153,8 +153,7 @@ def test_solutions_match_hand_worked_examples() -> None:
 def test_an_exhausted_or_invalid_level_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "MAX_DRAWS_PER_PROBLEM", 100)
     with pytest.raises(
-        DataError,
-        match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or",
+        DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or"
     ):
         arithmetic.generate_problems(0, 40_000, 1, seed=0)
     with pytest.raises(DataError, match=r"max_level=6 is out of range; set it to 1 to 5"):

@@ -221,10 +221,8 @@ def test_verified_files_are_not_hashed_again_until_they_change(
     age(made)
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
-    assert sorted(hashed) == [
-        "tokens.txt",
-        "weights.bin",
-    ]  # too recent to be trusted when published
+    # too recent to be trusted when published
+    assert sorted(hashed) == ["tokens.txt", "weights.bin"]
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []

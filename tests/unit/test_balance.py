@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.algorithm.balance import (
-    balance_over_ranks,
-    micro_batches,
-    split_batch,
-    workload,
-)
+from dapo_core.algorithm.balance import balance_over_ranks, micro_batches, split_batch, workload
 from dapo_core.algorithm.batch import Batch, build_batch
 from tests.batches import make_group
 

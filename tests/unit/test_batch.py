@@ -191,9 +191,8 @@ def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
     # 129
     assert tokens.min() > 1040 - 3 * 129
     assert tokens.max() < 1040 + 3 * 129
-    assert plain(shuffled(as_finished, seed=3, step=1)) == plain(
-        groups
-    )  # a resumed step is the same
+    # a resumed step is the same
+    assert plain(shuffled(as_finished, seed=3, step=1)) == plain(groups)
     assert plain(shuffled(as_finished, seed=3, step=2)) != plain(groups)
 
 

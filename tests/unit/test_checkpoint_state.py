@@ -97,8 +97,7 @@ def test_an_unreadable_state_is_refused_with_the_fix(
     if damage == "absent":
         (checkpoint / name).unlink()
     with pytest.raises(
-        CheckpointError,
-        match=rf"{name} cannot be read .* remove the folder step_000005",
+        CheckpointError, match=rf"{name} cannot be read .* remove the folder step_000005"
     ):
         read_state(checkpoint)
 

@@ -63,10 +63,7 @@ def test_a_change_counts_where_a_stage_declares_it(project: Path) -> None:
         (project / name).write_text("two")
         assert digest(project) != before, name
     before = digest(project)
-    for name in (
-        "core/__pycache__/loss.pyc",
-        "eval/report/report.py",
-    ):
+    for name in ("core/__pycache__/loss.pyc", "eval/report/report.py"):
         (project / name).write_text("two")
         assert digest(project) == before, name
 

@@ -38,17 +38,8 @@ def test_each_epoch_is_a_different_permutation_decided_by_the_seed() -> None:
 def test_without_shuffling_the_file_order_repeats() -> None:
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     assert _order(stream, 3) == [0, 1, 2]
-    assert _order(stream, 9) == [
-        3,
-        4,
-        0,
-        1,
-        2,
-        3,
-        4,
-        0,
-        1,
-    ]  # larger than the set, over two boundaries
+    # larger than the set, over two boundaries
+    assert _order(stream, 9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert stream.position == 12
     assert _order(stream, 0) == []
 

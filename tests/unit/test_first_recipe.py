@@ -21,13 +21,7 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.finding import OK, WARN, PreflightError
 from tasks.preflight.run import examine
 from tasks.recipes.first_data import data_set, parse_columns
-from tasks.recipes.first_recipe import (
-    Machine,
-    first_recipe,
-    learning_rate,
-    model_keys,
-    named_size,
-)
+from tasks.recipes.first_recipe import Machine, first_recipe, learning_rate, model_keys, named_size
 from tests.tiny_models import build_tiny
 
 CPU = Machine("cpu", 1, 2)
@@ -87,11 +81,8 @@ def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
         first_recipe(
             Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
         )
-    assert {path.name for path in Path().iterdir()} == {
-        "data",
-        "models",
-        "chat.jinja",
-    }  # nothing of the recipe
+    # nothing of the recipe
+    assert {path.name for path in Path().iterdir()} == {"data", "models", "chat.jinja"}
     config = written("b", model=model_keys("models/small", template))
     assert config.model.chat_template == "chat.jinja"
     assert statuses(config) == {OK}

@@ -98,9 +98,8 @@ def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     assert entry.setting.key == "trainer.total_epochs"
     assert entry.fate == "unsupported"
     known = account(num_train_rows=17398)(settings)
-    assert (
-        known.tree()["train"]["total_steps"] == 2710
-    )  # 17,398 // 64 = 271 whole batches, 10 times
+    # 17,398 // 64 = 271 whole batches, 10 times
+    assert known.tree()["train"]["total_steps"] == 2710
     assert not known.blocking()
 
 
@@ -192,9 +191,8 @@ def test_rejection_bounds_are_inverted() -> None:
     }
     found = ours(rejection)
     assert found["algorithm.rollout_correction.mask"] == "token"
-    assert (
-        found["algorithm.rollout_correction.mask_low"] == 0.25
-    )  # engine over policy 4 is policy over engine 1/4
+    # engine over policy 4 is policy over engine 1/4
+    assert found["algorithm.rollout_correction.mask_low"] == 0.25
     assert found["algorithm.rollout_correction.mask_high"] == 2
     assert found["algorithm.rollout_correction.divergence"] == "max-k2"
     assert found["algorithm.rollout_correction.divergence_max"] == 0.1

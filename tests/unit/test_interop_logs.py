@@ -199,15 +199,8 @@ def test_a_restarted_training_keeps_the_later_values(tmp_path: Path) -> None:
     again += [format_step(step, {"a/b": 100 * step}) for step in (6, 7)]
     log.write_text("\n".join([*first, *again]))
     steps = read_training(log).steps
-    assert [metrics["step"] for metrics in steps] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]  # 8 belongs to the previous attempt
+    # 8 belongs to the previous attempt
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6, 7]
     assert steps[4] == {"step": 5, "a/b": 5, "a/only_first": 1, "val-core/x/acc/mean@1": 0.5}
     assert steps[5]["a/b"] == 600
 

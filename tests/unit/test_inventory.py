@@ -88,19 +88,10 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
         ("hosts: [a]\ndevices: 1\nenv: {RAY_AUTH_TOKEN: x}", "`dapo cluster up` sets itself"),
         ("hosts: [a]\ndevices: 1\nenv: {A-B: x}", "'A-B', which is not a valid variable name"),
         ("hosts: [a, b]\ndevices: 1\nshell: docker exec a sh -c", "everything on one machine"),
-        (
-            "hosts: [a]\ndevices: 1\nshell: ssh {name}",
-            "shell has {name}, but only {host}",
-        ),
-        (
-            "hosts: [a]\ndevices: 1\nshell: ssh {user}@{host}",
-            "{user}, but user is not set",
-        ),
+        ("hosts: [a]\ndevices: 1\nshell: ssh {name}", "shell has {name}, but only {host}"),
+        ("hosts: [a]\ndevices: 1\nshell: ssh {user}@{host}", "{user}, but user is not set"),
         ("hosts: [a]\ndevices: 1\nshell: ssh '{host}", "is not a command: No closing quotation"),
-        (
-            "hosts: [a]\ndevices: 1\nport: 70000",
-            "port = 70000 is invalid: it must be at",
-        ),
+        ("hosts: [a]\ndevices: 1\nport: 70000", "port = 70000 is invalid: it must be at"),
         ("hosts: [a]\ndevice: cpu\ndevices: 2\nnum_cpus: 2", "for nodes with accelerators"),
     ],
 )

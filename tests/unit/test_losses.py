@@ -125,13 +125,7 @@ def _loss(**algorithm: Any) -> tuple[PolicyLoss, list[float], list[float]]:
             [-0.2, 0, -0.180967, 0.298365, 0.121306],
             1,
         ),
-        (
-            {"loss": "reinforce"},
-            [1, 0.2, 2.1, -0.3, -1.7],
-            0.26,
-            [-0.2, -0.2, -0.2, 0.2, 0.2],
-            0,
-        ),
+        ({"loss": "reinforce"}, [1, 0.2, 2.1, -0.3, -1.7], 0.26, [-0.2, -0.2, -0.2, 0.2, 0.2], 0),
     ],
     ids=lambda given: given["loss"] if isinstance(given, dict) else None,
 )
@@ -234,10 +228,7 @@ def test_the_old_log_probs_are_computed_first_where_tokens_are_selected() -> Non
         name: make_config(algorithm={"loss": name}, **single).anchors_before_updates
         for name in LOSSES
     }
-    assert {name for name, is_anchored in anchored.items() if is_anchored} == {
-        "clip-cov",
-        "kl-cov",
-    }
+    assert {name for name, is_anchored in anchored.items() if is_anchored} == {"clip-cov", "kl-cov"}
 
 
 def test_defaults_follow_the_loss_unless_set() -> None:

@@ -265,10 +265,7 @@ def test_updates_without_tokens_have_no_shares() -> None:
 
 def test_uneven_experts_show_in_the_metrics_of_a_mixture() -> None:
     """Two layers of two experts, top-1, over two mini-batches of 3 and 5 tokens."""
-    parts = [
-        RoutingSums([[3, 0], [2, 1]], 2.0, 3, 1.5),
-        RoutingSums([[5, 0], [2, 3]], 6.0, 5, 0.5),
-    ]
+    parts = [RoutingSums([[3, 0], [2, 1]], 2.0, 3, 1.5), RoutingSums([[5, 0], [2, 3]], 6.0, 5, 0.5)]
     updates = [replace(_update(0.1, 10, 1.0), routing=routing) for routing in parts]
     nan = replace(_update(float("nan"), 10, 1.0), routing=parts[0])
     assert routing_metrics([*updates, nan]) == pytest.approx(

@@ -253,10 +253,7 @@ def test_the_shortest_reading_of_a_clock_counts(monkeypatch: pytest.MonkeyPatch)
         ({"limits": {"open files": 1024}}, "ulimit -n is 1024; 32768 is recommended"),
         ({"limits": {"locked memory": 65536}}, "ulimit -l is 64 KiB"),
         ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64.0 MiB"),
-        (
-            {"memory": {"unused_huge_pages": 512 * GIB}},
-            "512.0 GiB are reserved for unused",
-        ),
+        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are reserved for unused"),
     ],
 )
 def test_a_low_limit_is_named_with_its_nodes(changes: dict[str, Any], said: str) -> None:

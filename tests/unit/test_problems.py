@@ -17,13 +17,7 @@ from dapo_core.reward.scorers import SCORERS, VERL_SCORERS
 from dapo_core.validation import held_out_prompts
 from eval.problems import ProblemsError, formats
 from eval.problems.evaluation_sets import load_set
-from eval.problems.files import (
-    columns_of,
-    files_of,
-    find_schema,
-    iterate_rows,
-    read_problems,
-)
+from eval.problems.files import columns_of, files_of, find_schema, iterate_rows, read_problems
 from eval.problems.items import Item
 from eval.problems.registry import SETS
 from eval.problems.rows import CHAT, Split
@@ -254,11 +248,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         ),
         ("math.jsonl", [], "has no rows"),
         ("ids.jsonl", [math_row(n, unique_id=n % 2) for n in range(5)], "2 ids are used for"),
-        (
-            "math.jsonl",
-            [math_row(1), math_row(1, answer="7")],
-            r"different gold .*\(row 0",
-        ),
+        ("math.jsonl", [math_row(1), math_row(1, answer="7")], r"different gold .*\(row 0"),
         (
             "math.jsonl",
             json.dumps(math_row(1)) + "\n{torn\n",

@@ -253,11 +253,7 @@ def test_groups_of_other_settings_are_sampled_again_in_prompt_order() -> None:
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(
-    script=SCRIPTS,
-    burst=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-)
+@given(script=SCRIPTS, burst=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_deterministic_draws_do_not_depend_on_timing(
     script: list[list[float]], burst: int, seed: int
 ) -> None:

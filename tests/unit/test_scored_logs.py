@@ -172,9 +172,7 @@ def aisbench_run(folder: Path, answers: list[str], verdicts: list[bool] | None =
     return folder
 
 
-def test_aisbench_runs_are_compared_by_their_verdicts_or_graded_by_its_rule(
-    tmp_path: Path,
-) -> None:
+def test_aisbench_runs_are_compared_by_their_verdicts_or_graded_by_its_rule(tmp_path: Path) -> None:
     # AISBench compares strings: 0.5 is not 1/2
     answers = ["\\boxed{1/2}", "\\boxed{0.5}", "\\boxed{3}"]
     plain = aisbench_run(tmp_path / "a", answers)

@@ -38,15 +38,7 @@ ARITHMETIC = st.recursive(
     max_leaves=5,
 )
 ARRAY = st.sampled_from(
-    (
-        '"${L[@]}"',
-        "${L[@]}",
-        '"${L[*]}"',
-        "${#L[@]}",
-        "${L[1]}",
-        "${L[-1]}",
-        '"${L[@]:1}"',
-    )
+    ('"${L[@]}"', "${L[@]}", '"${L[*]}"', "${#L[@]}", "${L[1]}", "${L[-1]}", '"${L[@]:1}"')
 )
 PIECE = st.one_of(
     SIMPLE,
@@ -122,9 +114,8 @@ def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
         commands = [part.split("\0")[:-1] for part in output.split("\1\0")[:-1]]
         if commands[-1:] == [["end"]]:
             script = read_script(text, "made.sh", {})
-            if not any(
-                unknown.why in (UNSET, NOT_READ) for unknown in script.unknowns
-            ):  # bash takes it as empty
+            # bash takes it as empty
+            if not any(unknown.why in (UNSET, NOT_READ) for unknown in script.unknowns):
                 assert shows(script) == commands, text
 
 

@@ -23,14 +23,7 @@ from tasks.config.chain import ModelConfig
 from tasks.preflight.memory import model_config
 from tasks.runs.history import read_run, require_artifact
 from tasks.runs.report import advice_of
-from tasks.runs.simulate import (
-    Simulation,
-    advice,
-    basis_of,
-    describe,
-    setup_of,
-    simulate_recipe,
-)
+from tasks.runs.simulate import Simulation, advice, basis_of, describe, setup_of, simulate_recipe
 from tests.recorded_runs import record_run, small_config
 
 CONFIGS = PROJECT_ROOT / "configs"

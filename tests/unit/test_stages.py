@@ -239,8 +239,7 @@ def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
     with pytest.raises(
-        DataError,
-        match=r"1 of 4 rows cannot be used \(1 with no answer\).*complete",
+        DataError, match=r"1 of 4 rows cannot be used \(1 with no answer\).*complete"
     ):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")

@@ -112,12 +112,7 @@ def test_workers_that_die_after_a_stop_request_are_not_restarted(
 )
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_training_names_the_checkpoint_to_resume(
-    tmp_path: Path,
-    resume: str,
-    step: int | None,
-    said: str,
-    number: signal.Signals,
-    exit_code: int,
+    tmp_path: Path, resume: str, step: int | None, said: str, number: signal.Signals, exit_code: int
 ) -> None:
     config = make_config(tmp_path, checkpoint={"resume": resume}, train={"total_steps": 40})
     if step is not None:

@@ -47,11 +47,7 @@ class _Engine:
 
         record = self.routing.begin(name, token_ids, earlier)
         options: dict[str, Any] = self.routing.parameters(earlier)
-        sampling = SamplingParams(
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            **options,
-        )
+        sampling = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **options)
         whole = token_ids, None, sampling, None, 0.0, None, None, None
         request = EngineCoreRequest(f"{name}-x", *whole, external_req_id=name)
         self.processor.add_request(request, None)
