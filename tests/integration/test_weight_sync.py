@@ -229,12 +229,15 @@ def _require_adapters_arrive(cluster: Any, lora: str) -> None:
     assert (cluster.policy.log_probs(PROBE, 1.0)[0] - base).abs().max() > 0.1
 
 
-IN_VLLM = [("qwen3", True, "adapter"), ("qwen3", True, "merged")]
+# Merged adapters are sent as all weights are.
+in_vllm = pytest.mark.parametrize(
+    "shared_cluster", [("qwen3", True, "adapter")], indirect=True, ids=["adapter"]
+)
 
 
-@pytest.mark.parametrize("shared_cluster", IN_VLLM, indirect=True, ids=["adapter", "merged"])
-def test_adapters_reach_vllm(shared_cluster: Any, request: pytest.FixtureRequest) -> None:
-    _require_adapters_arrive(shared_cluster, request.node.callspec.id)
+@in_vllm
+def test_adapters_reach_vllm(shared_cluster: Any) -> None:
+    _require_adapters_arrive(shared_cluster, "adapter")
 
 
 def _adapters_into_transformers(rank: int, path: Path, lora: str) -> None:
@@ -246,7 +249,7 @@ def test_adapters_reach_the_transformers_engine(tmp_path: Path, lora: str) -> No
     run_ranks(1, _adapters_into_transformers, tmp_path, lora)
 
 
-@pytest.mark.parametrize("shared_cluster", IN_VLLM[:1], indirect=True, ids=["adapter"])
+@in_vllm
 def test_an_engine_with_an_old_adapter_is_detected(cluster: Any) -> None:
     """By its log-probs."""
     for name in _shards(cluster):
