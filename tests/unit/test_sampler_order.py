@@ -64,7 +64,7 @@ def test_a_step_does_not_wait_for_a_long_group_within_the_window() -> None:
     train_prompts=st.integers(1, 4),
     gen_prompts=st.integers(1, 24),
     max_staleness=st.integers(0, 4),
-    window=st.floats(0, 1),
+    window=st.one_of(st.just(0.0), st.floats(0, 1)),
 )
 def test_a_window_trains_every_group_with_signal_within_max_staleness(
     script: list[list[float]],
@@ -98,52 +98,12 @@ def test_a_window_trains_every_group_with_signal_within_max_staleness(
         open_ids = [group.group_id for group in waiting]
         num_passed = sum(group_id < max(chosen) for group_id in open_ids)
         assert num_passed <= round(window * train_prompts)
+        assert len(waiting) <= max(gen_prompts - train_prompts, 0)
+        assert len(waiting) <= max_staleness * train_prompts
         with_signal = [each for each in drawn_in if script[each % len(script)] == MIXED]
         assert set(with_signal) <= {*kept, *open_ids}
     assert len(set(kept)) == len(kept)
     assert set(kept) <= set(with_signal)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(
-    script=SCRIPTS.filter(lambda script: MIXED in script),
-    burst=st.integers(1, 9),
-    num_late=st.integers(0, 3),
-    seed=st.integers(0, 1000),
-    train_prompts=st.integers(1, 4),
-    gen_prompts=st.integers(1, 14),
-    max_staleness=st.integers(0, 3),
-)
-def test_stream_order_trains_every_group_with_signal_within_max_staleness(
-    script: list[list[float]],
-    burst: int,
-    num_late: int,
-    seed: int,
-    train_prompts: int,
-    gen_prompts: int,
-    max_staleness: int,
-) -> None:
-    source = ScriptedSource(script, burst, num_late, partial_tokens=1, order=random.Random(seed))
-    sampler = make_sampler(
-        source,
-        train_prompts,
-        gen_prompts=gen_prompts,
-        max_num_gen_batches=1000,
-        max_staleness=max_staleness,
-        window=0,
-    )
-    kept: list[int] = []
-    for step in range(1, 7):
-        draw = sampler.draw(step)
-        kept += _ids(draw.groups)
-        num_open = len(sampler.surplus) + len(sampler.unfinished)
-        assert num_open <= max(gen_prompts - train_prompts, 0)
-        assert num_open <= max_staleness * train_prompts
-    with_signal = [
-        number for number in range(sampler.stream.position) if script[number % len(script)] == MIXED
-    ]
-    assert kept == with_signal[: 6 * train_prompts]
 
 
 def test_prompts_are_drawn_up_to_the_open_limit() -> None:
