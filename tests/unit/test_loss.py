@@ -233,25 +233,6 @@ def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
     torch.testing.assert_close(entropy.grad, torch.full((2, 1), -0.025))  # -0.05 / 2 tokens
 
 
-def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
-    # log_probs -0.5, -1.5, reference -1, -1: d = 0.5, -0.5; low_var_kl e^-0.5 - 1 + 0.5 = 0.1065307
-    # and e^0.5 - 1 - 0.5 = 0.1487213, mean 0.1276260; A = 0, so the loss is 2 * 0.1276260. gradient
-    # 2 / 2 * (1 - e^-d): 1 - 0.6065307 = 0.3934693 and 1 - 1.6487213 = -0.6487213
-    log_probs = torch.tensor([[-0.5, -1.5]], requires_grad=True)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    algorithm = _algorithm(kl={"place": "loss", "coefficient": 2.0, "estimator": "low_var_kl"})
-    weights = LossTotals(2, 1).token_weights(mask, algorithm)
-    tokens = _tokens(
-        log_probs.detach(), [0.0], mask, weights, ref_log_probs=torch.full((1, 2), -1.0)
-    )
-    loss = policy_loss(log_probs, None, tokens, algorithm)
-    loss.loss.backward()
-    assert loss.sums.kl_loss == pytest.approx(0.1276260, abs=1e-6)
-    assert (loss.loss.item(), loss.sums.pg_loss) == (pytest.approx(0.2552520, abs=1e-6), 0.0)
-    assert log_probs.grad is not None
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.3934693, -0.6487213]]))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -144,53 +144,6 @@ def test_each_loss_has_its_published_value_and_gradient(
     assert found.sums.clipped == num_clipped
 
 
-# Per token -1, -1.28, -0.904837 | 1.491825, 0.8; sums -3.184837 and 2.291825.
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        ({"loss_aggregation": "token-mean"}, -0.1786025441),  # -0.893013 / 5
-        ({"loss_aggregation": "seq-mean-token-mean"}, 0.0421499381),  # (-1.061612 + 1.145912) / 2
-        ({"loss_aggregation": "seq-mean-token-sum"}, -0.4465063602),  # -0.893013 / 2
-        ({"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_tokens": 4}, -0.1116265900),
-    ],
-)
-def test_aggregations_of_dapo(keys: dict[str, Any], value: float) -> None:
-    assert _loss(**CLIP, **keys)[0].loss.item() == pytest.approx(value, abs=2e-8)
-
-
-def test_dapo_has_the_bits_of_the_clipped_loss() -> None:
-    draw = torch.Generator().manual_seed(11)
-    shape = (7, 9)
-    old, log_ratio, advantages, importance = (
-        torch.randn(shape, generator=draw) * scale for scale in (1.0, 1.5, 2.0, 1.0)
-    )
-    mask = torch.rand(shape, generator=draw) < 0.8
-    algorithm = AlgorithmConfig(clip_ratio_dual=3.0)
-    weights = LossTotals(int(mask.sum()), 7).token_weights(mask, algorithm)
-    log_probs = (old + log_ratio).requires_grad_()
-    tokens = LossTokens(old, advantages, mask, weights, rows_of(mask), importance.exp())
-    found = policy_loss(log_probs, None, tokens, algorithm)
-    (gradient,) = torch.autograd.grad(found.loss, log_probs)
-
-    plain = (old + log_ratio).requires_grad_()
-    clean = torch.where(mask, plain, 0.0) - torch.where(mask, old, 0.0)
-    clamped, weighed = clean.clamp(-20, 20), torch.where(mask, advantages, 0.0)
-    ratio = clamped.exp()
-    single = torch.maximum(-weighed * ratio, -weighed * ratio.clamp(1 - 0.2, 1 + 0.28))
-    bound = -weighed * 3.0
-    value = torch.where(weighed < 0, torch.minimum(bound, single), single)
-    total = (weights * (value * torch.where(mask, importance.exp(), 0.0))).sum()
-    (wanted,) = torch.autograd.grad(total, plain)
-    assert found.sums.pg_loss == total.item()
-    assert torch.equal(gradient, wanted)
-    assert found.sums.neg_log_ratio == -clamped.sum().item()
-    # stored values of the loss before it became an entry of a table
-    sums = found.sums
-    assert (sums.num_tokens, sums.clipped, sums.clipped_dual) == (54, 25, 10)
-    stored = (1.5366777181625366, 16.464595794677734)
-    assert (sums.pg_loss, sums.neg_log_ratio) == pytest.approx(stored, rel=1e-6)
-
-
 def test_every_loss_has_an_entry_in_all_tables() -> None:
     names = set(get_args(AlgorithmConfig.model_fields["loss"].annotation))
     assert set(LOSS_KINDS) == names == {*LOSSES, "custom"}
