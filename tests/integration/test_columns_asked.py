@@ -21,7 +21,7 @@ from tasks import chain
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
 from tasks.links import label_of, link_of
-from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.finding import FAIL, OK, Findings
 from tasks.preflight.run import check_baselines
 from tasks.runs.report import Columns, take_columns
 from tasks.runs.run import Run
@@ -122,24 +122,6 @@ def test_each_column_is_evaluated_once_and_fails_alone(
     assert run.stages["evaluate_baseline_folder"].cached
     assert len(server.requests) == num_asked + 16
     assert label_of(again, "evaluate_model", "theirs") == "evaluate_baseline_theirs"
-
-
-def test_a_server_that_is_down_costs_its_column_alone(
-    server: ArithmeticServer, tmp_path: Path
-) -> None:
-    entries = json.dumps([{"name": "theirs", "base_url": server.url, "model": "m"}])
-    config = small_config(tmp_path / "store", f"evaluate.baselines={entries}")
-    first, usual = ask(config)[1].baselines["theirs"], server.logprobs
-    server.logprobs = {" it": -0.5, " we": -1.5, " the": -3.0}
-    assert ask(config)[1].baselines["theirs"] != first
-    server.logprobs = usual
-    assert ask(config)[1].baselines["theirs"] == first
-    server.server_close()
-    server.shutdown()
-    _, columns = ask(config)
-    assert columns.absent["theirs"].startswith("ServerUnreachable: ")
-    check_baselines(config, findings := Findings())
-    assert [finding.status for finding in findings] == [WARN]
 
 
 def test_a_hub_baseline_shares_its_artifact_with_a_recipe_for_that_model(tmp_path: Path) -> None:

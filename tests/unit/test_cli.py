@@ -66,14 +66,6 @@ def refusal(*words: str | Path) -> str:
     return done.stderr
 
 
-def test_config_show_resolves_defaults_file_and_set() -> None:
-    shown = yaml.safe_load(dapo("config", "show", CONFIG, "--set", "train.total_steps=7").stdout)
-    file = yaml.safe_load((ROOT / CONFIG).read_text())
-    assert shown["train"]["total_steps"] == 7  # --set wins over the file
-    assert shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16  # over the default
-    assert shown["algorithm"]["clip_ratio_high"] == 0.28  # the default
-
-
 def test_config_show_prints_derived_numbers_to_stderr() -> None:
     done = dapo("config", "show", CONFIG, "--set", "rollout.num_workers=1500")
     assert yaml.safe_load(done.stdout)["rollout"]["num_workers"] == 1500  # nothing but YAML there
