@@ -62,11 +62,9 @@ def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str,
     ]
 
 
-def _train_and_save(
-    rank: int, model_path: Path, folder: Path, num_ranks: int, layout: dict[str, int] | None = None
-) -> dict[str, Any]:
+def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
     """Update once, so that every weight changes, and save; returns weights and log-probs."""
-    policy = Policy(model_path, make_config(model_path, train=TRAIN | (layout or {})))
+    policy = Policy(model_path, make_config(model_path, train=TRAIN))
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
     before = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
@@ -147,26 +145,6 @@ def test_the_merged_model_equals_the_trained_one(
         is_trained = not is_of_tower(name)  # texts leave a tower's biases at 0
         assert not (is_trained and torch.equal(tensors[name], before[name])), name
     _require_log_probs(tmp_path, trained)
-
-
-def _train_divided(rank: int, folder: Path) -> dict[str, Any]:
-    layout = {"num_ranks": 4, "expert_parallel": 2}
-    return _train_and_save(rank, folder / "model", folder / "shards", 4, layout)
-
-
-def test_experts_divided_over_ranks_are_merged(tmp_path: Path) -> None:
-    """On four ranks, FSDP2 splits three experts unevenly over two of them."""
-    build_tiny(tmp_path / "model", "qwen3_moe", seed=3, num_experts=6)
-    ranks = run_ranks(4, _train_divided, tmp_path)
-    trained = _trained(_checkpoint(tmp_path), ranks, is_tied=True)
-    merge_checkpoint([trained.output], tmp_path / "merged", "keep", MANY_BYTES)
-    tensors = load_file(tmp_path / "merged" / SINGLE_FILE)
-    before = load_file(tmp_path / "model" / SINGLE_FILE)
-    assert tensors.keys() == before.keys() == trained.weights.keys()
-    for name, weight in trained.weights.items():
-        assert torch.equal(tensors[name], weight), name
-        assert not torch.equal(tensors[name], before[name]), name
-    _require_log_probs(tmp_path / "merged", trained)
 
 
 def _require_log_probs(merged: Path, trained: Trained) -> None:

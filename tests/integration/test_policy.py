@@ -26,6 +26,7 @@ from dapo_core.algorithm.losses import LOSSES
 from dapo_core.errors import ModelError
 from dapo_core.model.folder import SINGLE_FILE
 from dapo_core.policy.rank import Policy
+from dapo_core.policy.requirements import require_trainable
 from flows.config import Config
 from tests.batches import loss_tokens_of, random_batch
 from tests.configs import make_config
@@ -398,31 +399,23 @@ def test_deterministic_runs_give_the_same_bits(models: dict[str, Path]) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _load(rank: int, config: Config) -> str:
-    with pytest.raises(ModelError) as raised:
-        Policy(config.model.path or "", config)
-    return str(raised.value)
-
-
 def test_an_unsupported_model_is_refused_at_the_start(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    message = run_ranks(
-        4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4})
-    )[0]
-    assert "qwen3 has 2 attention heads" in message
-    assert "train.sequence_parallel=4" in message
     divided = {"num_ranks": 2, "expert_parallel": 2}
-    message = run_ranks(2, _load, _config(models["qwen3"], divided))[0]
-    assert message.startswith("train.expert_parallel=2, but qwen3 has no experts")
-    message = run_ranks(2, _load, _config(models["qwen3_moe"], divided))[0]
-    assert "qwen3_moe has 5 experts in a layer" in message
-    assert "train.expert_parallel=2 ranks; use one of [1, 5]" in message
     (tmp_path / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())
-    assert (
-        "lacks weights (*.safetensors) and a tokenizer" in run_ranks(1, _load, _config(tmp_path))[0]
-    )
-    assert "does not exist; set model.path" in run_ranks(1, _load, _config(tmp_path / "nowhere"))[0]
+    for path, train, message in (
+        (models["qwen3"], divided, r"^train\.expert_parallel=2, but qwen3 has no experts"),
+        (
+            models["qwen3_moe"],
+            divided,
+            r"qwen3_moe has 5 experts in a layer.*\.expert_parallel=2 ranks; use one of \[1, 5\]",
+        ),
+        (tmp_path, {}, r"lacks weights \(\*\.safetensors\) and a tokenizer"),
+        (tmp_path / "nowhere", {}, r"does not exist; set model\.path"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            require_trainable(_config(path, train), path)
 
 
 def _gradients(rank: int, configs: list[Config], batch: Batch) -> list[tuple[Any, ...]]:
