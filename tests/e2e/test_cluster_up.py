@@ -18,7 +18,7 @@ import yaml
 
 from dapo_core.cluster.started import clusters_folder
 from tasks.processes.supervisor import descendants
-from tests.cluster_sites import PORT, ROOT, Site, make_site, preflight, train
+from tests.cluster_sites import PORT, Site, make_site, preflight, train
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
 from tests.trainings import World
 
@@ -159,36 +159,6 @@ def test_a_missing_host_and_a_taken_port_are_refused_together(
     assert "stop it, or set another port" in message
     assert "dapo-none: ip netns exec dapo-none sh -c ... exited with status 255" in message
     assert 'Cannot open network namespace "dapo-none"' in message
-
-
-def test_a_host_with_another_ray_or_other_code_is_refused(
-    namespaces: list[FakeHost], tmp_path: Path
-) -> None:
-    second = namespaces[1]
-    other_ray, other_code = tmp_path / "packages", tmp_path / "project"
-    (other_ray / "ray-9.9.9.dist-info").mkdir(parents=True)
-    (other_ray / "ray-9.9.9.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n"
-    )
-    (other_code / "tasks" / "nodes").mkdir(parents=True)
-    (other_code / "tasks" / "__init__.py").touch()  # else a folder of PYTHONPATH comes first
-    (other_code / "tasks" / "nodes" / "on_node.py").write_text(
-        "raise SystemExit('is not imported')\n"
-    )
-    script = tmp_path / "shell"
-    script.write_text(
-        f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh '
-        f'-c "$2"\n'
-    )
-    script.chmod(0o755)
-    site = make_site(tmp_path, namespaces, shell=f"{script} {{host}}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
-        assert f"{second.name}: ray 9.9.9 differs from the head's " in _refused(site)
-        # the project's folder
-        patch.setenv("CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"')
-        message = _refused(site)
-    assert f"{second.name}: its code in {other_code} differs from the code here (digest " in message
 
 
 # One cluster from start to end, in order.
