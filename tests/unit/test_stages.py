@@ -19,7 +19,6 @@ from dapo_core.demo.arithmetic import generate_problems
 from dapo_core.errors import ConfigError, DataError, ModelError
 from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.model.sampling import read_eos_ids
-from eval.problems import ProblemsError
 from eval.problems.evaluation_sets import load_set
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
@@ -233,21 +232,9 @@ def test_own_held_out_data_is_evaluated_like_its_file(tmp_path: Path, suffix: st
     assert (metrics["train_rows"], metrics["eval_rows"]) == (16, 3)
 
 
-def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_file_of_own_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
         link_of(files_config(tmp_path, tmp_path / "gone.jsonl"), "prepare_data").key()
-    held_out = math500_file(tmp_path / "eval.jsonl")
-    held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
-    with pytest.raises(
-        DataError, match=r"1 of 4 rows cannot be used \(1 with no answer\).*complete"
-    ):
-        prepared(files_config(tmp_path, held_out))
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
-    with pytest.raises(
-        ProblemsError,
-        match=r"parquet has the columns text, and no .* the answer; set data\.columns\.answer",
-    ):
-        prepared(files_config(tmp_path, math500_file(held_out)))
 
 
 def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
@@ -261,12 +248,6 @@ def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
     assert without.items() < first.items()
     scorer.write_text("def compute_score(**_):\n    return 2\n")
     assert inputs("train_policy", own, data, model) != first
-    scorer.write_text("def score(**_):\n    return 1\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"defines score at top level, not compute_score.* set custom_reward\.name=score",
-    ):
-        inputs("train_policy", own, data, model)
 
 
 def test_a_changed_reference_model_trains_again(tmp_path: Path) -> None:
