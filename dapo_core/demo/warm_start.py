@@ -7,6 +7,7 @@ learning.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from dapo_core.demo.recipe_model import MERGE, PATCH, ROPE_SECTIONS, VOCAB_SIZE,
 from dapo_core.draw.encoding import PromptEncoder
 from dapo_core.errors import ModelError
 from dapo_core.model.inputs import ImageReference, rope_positions
+from dapo_core.policy.attention import Packing, set_packed_attention
 from eval.problems.prompts import IMAGE
 from eval.problems.rows import read_chat
 
@@ -48,7 +50,6 @@ PARTS = (  # content of a model that reads pictures
     "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
 )
 MIN_PIXELS, MAX_PIXELS = 16 * 16, 128 * 128  # of a picture
-IGNORED_LABEL = -100
 NUM_REPORTS = 10
 NUM_JUDGED = 512  # of the last solutions, whose share of right ones may end the warm start
 WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
@@ -223,6 +224,7 @@ def warm_start(
     order: list[int] = []
     losses: list[float] = []
     are_right: deque[bool] = deque(maxlen=NUM_JUDGED)
+    set_packed_attention(model)
     model.train()
     for step in range(1, recipe.num_steps + 1):
         if step == first_slanted_step:
@@ -260,39 +262,41 @@ def _loss_and_right(
     model: PreTrainedModel, examples: list[_Example], encoder: PromptEncoder
 ) -> tuple[torch.Tensor, list[bool]]:
     """Return the loss, and which solutions' tokens are all the most probable ones."""
-    # Right padding needs no attention mask: with causal attention, no real token sees padding.
-    max_tokens = max(len(one.prompt_ids) + len(one.response_ids) for one in examples)
-    input_ids = torch.full((len(examples), max_tokens), encoder.tokenizer.pad_token_id)
-    labels = torch.full((len(examples), max_tokens), IGNORED_LABEL)
-    for row, (prompt_ids, _, response_ids) in enumerate(examples):
-        num_prompt, num_tokens = len(prompt_ids), len(prompt_ids) + len(response_ids)
-        input_ids[row, :num_tokens] = torch.tensor(prompt_ids + response_ids)
-        labels[row, num_prompt:num_tokens] = torch.tensor(response_ids)
-    pictures = _pictures(examples, max_tokens, encoder)
-    output = model.model(input_ids=input_ids, use_cache=False, **pictures)
-    hidden = output.last_hidden_state[:, :-1]
-    is_response = labels[:, 1:] != IGNORED_LABEL
-    logits, wanted = model.lm_head(hidden[is_response]), labels[:, 1:][is_response]
+    sequences = [[*one.prompt_ids, *one.response_ids] for one in examples]
     counts = [len(one.response_ids) for one in examples]
+    ends = list(itertools.accumulate(map(len, sequences)))
+    targets = torch.cat(
+        [torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    )
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    output = model.model(
+        input_ids=ids.unsqueeze(0),
+        packing=Packing([len(sequence) for sequence in sequences], ids.device),
+        use_cache=False,
+        **_positions_and_pictures(examples, encoder),
+    )
+    logits, wanted = model.lm_head(output.last_hidden_state[0, targets - 1]), ids[targets]
     are_right = [bool(tokens.all()) for tokens in (logits.argmax(dim=-1) == wanted).split(counts)]
     return F.cross_entropy(logits, wanted), are_right
 
 
-def _pictures(
-    examples: list[_Example], max_tokens: int, encoder: PromptEncoder
+def _positions_and_pictures(
+    examples: list[_Example], encoder: PromptEncoder
 ) -> dict[str, torch.Tensor]:
-    """Return the model's inputs for the pictures of the examples, if there are any."""
+    """Return the model's inputs that place the tokens of the examples and show their pictures."""
+    lengths = [len(one.prompt_ids) + len(one.response_ids) for one in examples]
     images = [image for one in examples for image in one.images]
     if not images:
-        return {}
+        return {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
     pixels, grids = encoder.processor.pixels(images)
-    positions = [torch.from_numpy(rope_positions(max_tokens, one.images)) for one in examples]
+    positions = [
+        torch.from_numpy(rope_positions(length, one.images))
+        for length, one in zip(lengths, examples, strict=True)
+    ]
     return {
+        "position_ids": torch.cat(positions, dim=-1)[:, None],
         "pixel_values": pixels,
         "image_grid_thw": grids,
-        "position_ids": torch.stack(positions, dim=1),
-        # else transformers takes a position that does not increase for the start of a sequence
-        "attention_mask": torch.ones(len(examples), max_tokens, dtype=torch.long),
     }
 
 

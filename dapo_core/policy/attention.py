@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from dapo_core.errors import ModelError
 from dapo_core.machine.device import device_for
+from dapo_core.model.pretrained import reads_pictures
 from dapo_core.policy.all_to_all import all_to_all
 
 if TYPE_CHECKING:
@@ -136,6 +137,13 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def set_packed_attention(causal_lm: Any) -> None:
+    """Let the decoder of a model attend over packed rows; a vision tower keeps its attention."""
+    has_tower = reads_pictures(causal_lm.config)
+    parts = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
+    causal_lm.set_attn_implementation(parts if has_tower else PACKED_ATTENTION)
 
 
 def _attend(

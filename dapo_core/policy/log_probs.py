@@ -14,7 +14,7 @@ from dapo_core.errors import ModelError
 from dapo_core.machine.device import Device
 from dapo_core.model.pretrained import reads_pictures
 from dapo_core.model.tensors import OTHER_MODEL
-from dapo_core.policy.attention import PACKED_ATTENTION
+from dapo_core.policy.attention import set_packed_attention
 from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row
 from dapo_core.policy.routing import Routing
@@ -43,8 +43,7 @@ class TokenLogProbs(nn.Module):
     ) -> None:
         super().__init__()
         self.tower = tower
-        if tower is None:
-            causal_lm.set_attn_implementation(PACKED_ATTENTION)
+        set_packed_attention(causal_lm)
         self.causal_lm = causal_lm
         self.routing = Routing(causal_lm, keeps_router_logits)
         self.chunk_tokens = chunk_tokens

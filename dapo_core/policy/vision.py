@@ -11,7 +11,6 @@ import torch
 
 from dapo_core.model.inputs import ImageReference
 from dapo_core.model.pictures import ImageProcessor
-from dapo_core.policy.attention import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from dapo_core.policy.packing import PackedRow
@@ -26,9 +25,6 @@ class Tower:
     """
 
     def __init__(self, causal_lm: Any, model_path: str | Path) -> None:
-        causal_lm.set_attn_implementation(
-            {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
-        )
         self._base = causal_lm.base_model
         self._model_path = model_path
 
