@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,3 +104,21 @@ def loss_tokens_of(batch: Batch, algorithm: AlgorithmConfig) -> LossTokens:
         ref_log_probs=batch.ref_log_probs,
         is_selected=batch.is_selected,
     )
+
+
+def one_by_one(
+    model: Any, batch: Batch, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy of the responses by plain transformers, one sequence at a time: [B, R],
+    0 beyond a response.
+    """
+    log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
+    for row in range(batch.num_responses):
+        start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = batch.token_ids[row, : start + count].long()
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / temperature
+        chosen = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1))
+        log_probs[row, :count] = chosen.squeeze(-1)
+        distribution = torch.distributions.Categorical(logits=logits, validate_args=False)
+        entropy[row, :count] = distribution.entropy()
+    return log_probs, entropy

@@ -46,7 +46,7 @@ from tasks.config import ModelConfig
 from tasks.fetched_model import link_model_folder
 from tasks.links import link_of
 from tasks.runs.run import Run
-from tests.batches import loss_tokens_of, random_batch
+from tests.batches import loss_tokens_of, one_by_one, random_batch
 from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
 from tests.in_process import without_ray
@@ -121,24 +121,11 @@ def _two_updates(rank: int, config: Config, batch: Batch, max_tokens: int) -> di
     }
 
 
-def _plain_log_probs(model: Any, batch: Batch) -> torch.Tensor:
-    """Run one sequence at a time, in plain transformers and peft."""
-    rows = []
-    for row in range(batch.num_responses):
-        start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count]
-        logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
-        chosen = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
-        width = batch.response_mask.shape[1] - count
-        rows.append(torch.nn.functional.pad(chosen, (0, width)))
-    return torch.stack(rows)
-
-
 def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         str(config.model.path), dtype=torch.float32
     ).train()
-    before = _plain_log_probs(model, batch).detach()
+    before = one_by_one(model, batch)[0].detach()
     sizes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     add_adapters(model, sizes, config.train.lora, on_meta=False)
     adapters = {name: each for name, each in model.named_parameters() if is_adapter(name)}
@@ -150,10 +137,10 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
     for _ in range(2):
         tokens = loss_tokens_of(batch, config.algorithm)
         optimizer.zero_grad()
-        policy_loss(_plain_log_probs(model, batch), None, tokens, config.algorithm).loss.backward()
+        policy_loss(one_by_one(model, batch)[0], None, tokens, config.algorithm).loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0).item())
         optimizer.step()
-    return {"norms": norms, "log_probs": _plain_log_probs(model, batch).detach(), "before": before}
+    return {"norms": norms, "log_probs": one_by_one(model, batch)[0].detach(), "before": before}
 
 
 @pytest.mark.parametrize(
@@ -296,7 +283,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def _first_log_probs(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return _plain_log_probs(model.eval(), _batch().select([0]))[0]
+        return one_by_one(model.eval(), _batch().select([0]))[0][0]
 
 
 def test_the_merged_model_and_its_adapter_equal_the_policy(

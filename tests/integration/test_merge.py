@@ -26,7 +26,7 @@ from dapo_core.model.inputs import ModelInput
 from dapo_core.model.names import is_of_tower
 from dapo_core.model.pretrained import empty_causal_lm
 from dapo_core.policy.rank import Policy
-from tests.batches import random_batch
+from tests.batches import one_by_one, random_batch
 from tests.checkpoints import Harmful, ShardsOf, flip, make_state, replace_file
 from tests.configs import make_config
 from tests.ranks import run_ranks
@@ -156,13 +156,10 @@ def _require_log_probs(merged: Path, trained: Trained) -> None:
     if trained.is_tied:
         assert model.lm_head.weight is model.get_input_embeddings().weight
     batch = random_batch(num_groups=4, group_size=2)
-    for row in range(batch.num_responses):
-        start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count].long()
-        with torch.no_grad():
-            log_probs = model(ids.unsqueeze(0)).logits[0, start - 1 : -1].log_softmax(-1)
-        given = log_probs.gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(given, trained.log_probs[row, :count], rtol=0, atol=1e-5)
+    with torch.no_grad():
+        given, _ = one_by_one(model, batch)
+    expected = torch.where(batch.is_response, trained.log_probs, 0.0)
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

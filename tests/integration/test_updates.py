@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from dapo_core.algorithm.balance import split_batch
 from dapo_core.algorithm.batch import Batch, random_order
 from dapo_core.algorithm.loss import LossTotals, policy_loss
-from dapo_core.algorithm.loss_tokens import LossTokens
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.config.algorithm import KLConfig
@@ -24,7 +23,7 @@ from dapo_core.policy.rank import Policy
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
-from tests.batches import random_batch, rows_of
+from tests.batches import loss_tokens_of, one_by_one, random_batch
 from tests.configs import make_config
 from tests.in_process import Threads, _Actor, without_ray
 from tests.ranks import run_ranks
@@ -79,22 +78,8 @@ def _plain(
     for rate, groups in zip(RATES, ([0, 1], [2, 3], second[:2], second[2:]), strict=True):
         rows = [3 * group + sibling for group in groups for sibling in range(3)]
         mini = replace(batch, old_log_probs=old).select(rows)
-        log_probs = torch.zeros(mini.response_mask.shape)
-        for row in range(len(rows)):
-            start, count = int(mini.prompt_lengths[row]), int(mini.response_lengths[row])
-            ids = mini.token_ids[row, : start + count].long()
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
-            log_probs[row, :count] = (
-                logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
-            )
-        tokens = LossTokens(
-            old_log_probs=mini.old_log_probs,
-            advantages=mini.advantages.unsqueeze(-1).expand(mini.response_mask.shape),
-            response_mask=mini.response_mask,
-            weights=LossTotals.of(mini).token_weights(mini.response_mask, config.algorithm),
-            responses=rows_of(mini.response_mask),
-        )
-        part = policy_loss(log_probs, None, tokens, config.algorithm)
+        tokens = loss_tokens_of(mini, config.algorithm)
+        part = policy_loss(one_by_one(model, mini)[0], None, tokens, config.algorithm)
         optimizer.zero_grad()
         part.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
@@ -113,6 +98,8 @@ def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> Non
         path, train={**TRAIN, "shuffle_passes": shuffle}, rollout={"group_size": 3}
     )
     assert config.scores_before_updates
+    one_mini_batch = {**TRAIN, "mini_prompts": 4}  # which is updated twice
+    assert make_config(path, train=one_mini_batch).scores_before_updates
     batch = random_batch(num_groups=4, group_size=3, seed=1)
     (learned,) = run_ranks(1, _learned, config, batch)
     losses, weights = _plain(config, batch, learned["old"])
@@ -124,17 +111,6 @@ def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> Non
     assert set(learned["weights"]) == set(weights)
     for name, weight in learned["weights"].items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
-
-
-def test_a_second_pass_is_clipped_against_the_policy_before_the_first(tmp_path: Path) -> None:
-    """One mini-batch, so only the number of passes says that its policy changes."""
-    path = build_tiny(tmp_path / "model", "qwen3", seed=3)
-    train = {**TRAIN, "mini_prompts": 4, "passes": 3}
-    config = make_config(path, train=train, rollout={"group_size": 3})
-    assert config.scores_before_updates
-    (learned,) = run_ranks(1, _learned, config, random_batch(num_groups=4, group_size=3, seed=1))
-    ratios = [abs(update.sums.neg_log_ratio) for update in learned["updates"]]
-    assert ratios[0] < 1e-3 < 0.01 < min(ratios[1:])
 
 
 def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Path) -> None:
@@ -206,14 +182,9 @@ def test_another_reference_model_is_refreshed_and_saved(tmp_path: Path) -> None:
     )
     for name in ("begun", "refreshed", "never"):
         (tmp_path / name).mkdir()
-    plain = torch.zeros(batch.response_mask.shape)
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
-    for row in range(batch.num_responses):
-        start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = batch.token_ids[row, : start + count].long()
-        with torch.no_grad():
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
-        plain[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+        plain, _ = one_by_one(model, batch)
     for rank in run_ranks(2, _refreshed, config, batch, str(tmp_path)):
         width = rank["begun"].shape[1]
         torch.testing.assert_close(

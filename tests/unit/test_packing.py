@@ -18,7 +18,7 @@ from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
 from dapo_core.policy.requirements import require_architecture
-from tests.batches import make_group, random_batch
+from tests.batches import make_group, one_by_one, random_batch
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -52,16 +52,9 @@ def _model(family: str, is_tied: bool = True) -> Any:
         return AutoModelForCausalLM.from_config(_config(family, is_tied), dtype=torch.float32)
 
 
-def _alone(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _alone(model: Any, batch: Batch, temperature: float) -> list[torch.Tensor]:
     """Log-probs and entropy of the response tokens by transformers, sequence by sequence: [M]."""
-    log_probs, entropy = [], []
-    for row in range(batch.num_responses):
-        start, end = int(batch.prompt_lengths[row]), int(batch.lengths[row])
-        ids = batch.token_ids[row, :end]
-        logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / temperature
-        log_probs.append(logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1))
-        entropy.append(torch.distributions.Categorical(logits=logits).entropy())
-    return torch.cat(log_probs), torch.cat(entropy)
+    return [values[batch.is_response] for values in one_by_one(model, batch, temperature)]
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -157,11 +157,6 @@ def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
     assert [prompt.index for prompt in prompts] == [0, 1]
     text = tokenizer.decode(list(prompts[1].input.token_ids))
     assert text == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
-    everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
-    with pytest.raises(
-        DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval$"
-    ):
-        held_out_prompts(path, tmp_path, tokenizer, everything)
     with pytest.raises(DataError, match="data_source 'unheard-of' has no scorer"):
         held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), tmp_path, tokenizer, config)
 
