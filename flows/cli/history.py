@@ -234,6 +234,12 @@ def export(
     from tasks.runs.export_run import export_run
     from tasks.runs.history import find_run
 
+    if Path(source).is_dir():
+        raise typer.BadParameter(
+            f"{source} is a folder, and only a run has a model; for an evaluation's log, add "
+            "--format inspect",
+            param_hint="SOURCE",
+        )
     found = find_run(store, source, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)

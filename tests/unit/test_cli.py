@@ -219,6 +219,7 @@ def test_inspecting_a_missing_store_writes_nothing(tmp_path: Path) -> None:
     assert f"there is no store {none}" in refusal(
         "export", "abc", tmp_path / "model", "--store", none
     )
+    assert "is a folder, and only a run has a model" in refusal("export", "tests", tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
 
 
