@@ -285,7 +285,16 @@ def _simulated(config: TrainingConfig, basis: Basis, num_steps: int | None = Non
     setup = setup_of(config, basis)
     num_responses = setup.train_prompts * config.rollout.group_size
     steps = num_steps or min(max(MOST_RESPONSES // num_responses, MIN_STEPS), MAX_STEPS)
-    return simulate(setup, steps, num_skipped=2 * (1 + config.sampler.max_staleness))
+    try:
+        return simulate(setup, steps, num_skipped=2 * (1 + config.sampler.max_staleness))
+    except NotEnoughSignal:  # its message shows responses, which are made up here
+        work, num_prompts = basis.workload, config.train.train_prompts
+        raise NotEnoughSignal(
+            f"a simulated step finds fewer than {num_prompts} groups with signal: "
+            f"{work.signal_share:.1%} of the groups have some, but {work.cut_share:.1%} of the "
+            "responses are cut, which counts as wrong here; raise rollout.max_response_tokens or "
+            "sampler.max_num_gen_batches, or lower train.train_prompts"
+        ) from None
 
 
 def basis_of(config: ChainConfig, source: str | None, mean_tokens: float | None) -> Basis:

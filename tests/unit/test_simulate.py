@@ -170,8 +170,11 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
         simulate_recipe(config, "nowhere")
     with pytest.raises(ConfigError, match=r"not below rollout\.max_response_tokens=56"):
         simulate_recipe(config, mean_tokens=56)
-    with pytest.raises(NotEnoughSignal, match="had signal"):  # nearly all are cut, and wrong
-        simulate_recipe(config, mean_tokens=55.9)
+    with pytest.raises(
+        NotEnoughSignal, match=r"fewer than \d+ groups .* responses are cut; raise sampler"
+    ) as short:
+        simulate_recipe(config, mean_tokens=55.9)  # nearly all are cut, and wrong
+    assert "->" not in str(short.value)  # no made-up responses
     empty = tmp_path / "metrics.jsonl"
     empty.write_text("")
     with pytest.raises(ResultsError, match="holds no training step"):
