@@ -171,7 +171,7 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not below rollout\.max_response_tokens=56"):
         simulate_recipe(config, mean_tokens=56)
     with pytest.raises(
-        NotEnoughSignal, match=r"fewer than \d+ groups .* responses are cut; raise sampler"
+        NotEnoughSignal, match=r"fewer than \d+ groups .* responses are cut, which counts"
     ) as short:
         simulate_recipe(config, mean_tokens=55.9)  # nearly all are cut, and wrong
     assert "->" not in str(short.value)  # no made-up responses
