@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from made_up import rows, write_model_folder
@@ -47,9 +48,11 @@ DEEP_FEATURES = "_deepstack_process"  # of a decoder that adds features to hidde
 Parts = dict[str, int]  # bytes by the tracker's categories, and their sum under TOTAL
 
 
-def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) -> dict[str, Parts]:
+def count(
+    model_config: PretrainedConfig, config: TrainingConfig, folder: Path, num_siblings: int = 1
+) -> dict[str, Parts]:
     """Returns what a rank holds at the peak of each phase, for two micro-batches of one longest
-    sequence each.
+    sequence each, or of `num_siblings` that share their prompt.
 
     Runs the policy's own code: sharding, packing, TokenLogProbs, update. Only weight loading, the
     checkpoint writer and the collectives are replaced. The second micro-batch finds the first one's
@@ -63,7 +66,7 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         shown = getattr(model_config, "vision_config", None)
         merge = 0 if shown is None else shown.spatial_merge_size
         warm = _share(2, 4 * config.train.sequence_parallel, 1, merge)
-        share = _share(*longest, 2, merge)
+        share = _share(*longest, 2 * num_siblings, merge, num_siblings)
         # DTensor caches its sharding plans on first use, with tensors that the tracker would count.
         policy.log_probs(warm)
         policy.update(warm, LossTotals(1, 1), True)  # leaves gradients
@@ -90,9 +93,15 @@ class _RealShare(RankShare):
 
 
 def _share(
-    num_prompt_tokens: int, num_response_tokens: int, num_rows: int, merge: int
+    num_prompt_tokens: int,
+    num_response_tokens: int,
+    num_rows: int,
+    merge: int,
+    num_siblings: int = 1,
 ) -> RankShare:
-    """Return a share of equal rows; each prompt is a picture if a token's side has patches."""
+    """Return a share of equal rows, each micro-batch of siblings; each prompt is a picture if a
+    token's side has patches.
+    """
     with unset_fake_temporarily():
         share = rows(num_prompt_tokens, num_response_tokens, num_rows)
     if merge:
@@ -102,7 +111,11 @@ def _share(
         names = (f"{number}.png" for number in range(num_rows))
         images = [(ImageReference(name, grid, 0, num_prompt_tokens),) for name in names]
         share = replace(share, batch=replace(share.batch, images=images))
-    return _RealShare(share.batch, share.micro_batches)
+    groups = np.arange(num_rows).reshape(-1, num_siblings)
+    with unset_fake_temporarily():
+        first = torch.from_numpy(groups[:, 0].repeat(num_siblings))
+        batch = replace(share.batch, group_ids=first, token_ids=share.batch.token_ids[first])
+    return _RealShare(batch, list(groups))
 
 
 class _Numbers(TorchDispatchMode):

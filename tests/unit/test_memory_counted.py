@@ -67,6 +67,29 @@ def test_the_plan_counts_the_rows_of_tokens_that_go_to_experts(
     assert 2 * rows < held < 3 * rows  # never more than two copies of them
 
 
+@pytest.mark.slow
+def test_siblings_that_share_a_prompt_take_no_more_than_the_plan(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    """2,048 + 8 x 320 tokens, and a quarter of the prompt for each of 7 siblings: 8,192."""
+    published, sections = _with_two_layers("Qwen3-30B-A3B"), {}
+    sections["data"] = {"max_prompt_tokens": 2048}
+    sections["rollout"] = {"max_response_tokens": 320}
+    sections["train"] = {
+        "num_ranks": 16,
+        "expert_parallel": 16,
+        "dtype": "bfloat16",
+        "micro_batch_tokens": 8192,
+    }
+    config = TrainingConfig.model_validate(sections)
+    model_config = AutoConfig.for_model(**published)
+    counted = bench.fake_policy.count(model_config, config, tmp_path, num_siblings=8)
+    planned = bench.planned_bytes(config, published)
+    for phase in ("old_log_probs", "update"):
+        held = counted[phase][bench.fake_policy.TOTAL]
+        assert 0.85 * planned[phase] < held <= planned[phase]
+
+
 def _long_rows(expert_parallel: int) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
