@@ -193,7 +193,7 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
     ("architecture", "train", "max_tokens", "algorithm"),
     [
         ("qwen3", {"num_ranks": 1}, 24, {}),
-        ("qwen3", {"num_ranks": 1, "compile": True}, 4096, {}),  # each shape is traced again
+        ("qwen3", {"num_ranks": 1, "compile": True}, 45, {}),
         ("qwen3", {"num_ranks": 3}, 30, {}),
         ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {}),
         # several micro-batches, all-reduced after the last
