@@ -1,7 +1,5 @@
 """Hand-made groups and batches for tests."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checkpoints for tests: a state with awkward values, and shards without tensors."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

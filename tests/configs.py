@@ -1,7 +1,5 @@
 """Complete configurations for tests that need only a part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

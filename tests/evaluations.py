@@ -1,7 +1,5 @@
 """Results folders with chosen verdicts, in the format of an evaluation."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Prints docs/files.md (`make files`): every source file with the start of its docstring."""
 
-from __future__ import annotations
-
 import ast
 import sys
 

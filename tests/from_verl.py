@@ -1,7 +1,5 @@
 """Print docs/from-verl.md (`make from-verl`): verl's keys and ours."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Runs for garbage collection tests."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

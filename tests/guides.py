@@ -2,8 +2,6 @@
 tests/data/guides again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 dictionaries.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Points the hub clients at a local hub, in this process and its children."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

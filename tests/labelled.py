@@ -1,7 +1,5 @@
 """Labelled answers and responses: the tables of tests/answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "answers"

@@ -1,7 +1,5 @@
 """The metrics of the field by name, and how the console line that holds them is read."""
 
-from __future__ import annotations
-
 import re
 
 # One pattern for a name and its number, in our line and in the field's; `step` has no `/`.

@@ -5,8 +5,6 @@ The machine's own network is not changed. `ip netns exec HOST sh -c` stands in f
 slow lines (slow_line.py), since not every kernel has the netem module.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A project folder with its store, the services of `dapo up`, and all processes started there."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

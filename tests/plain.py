@@ -1,7 +1,5 @@
 """Values as lists and dicts, which compare by content where dataclasses hold arrays."""
 
-from __future__ import annotations
-
 from dataclasses import is_dataclass
 from typing import Any
 

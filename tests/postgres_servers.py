@@ -1,7 +1,5 @@
 """A PostgreSQL server from Debian's package, on a socket of its own, for the length of a test."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """Shared helpers for tests of child processes."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import time

@@ -1,7 +1,5 @@
 """Real policy ranks for tests: processes in one gloo group that run a function each."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -2,8 +2,6 @@
 fake.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

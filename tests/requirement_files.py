@@ -1,7 +1,5 @@
 """Writes the versions of the known sets into the files of requirements/ (`make requirements`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from packaging.utils import canonicalize_name

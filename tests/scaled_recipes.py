@@ -1,7 +1,5 @@
 """The guides' recipes, scaled down to a tiny model of their architecture on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Collects the weights that policy ranks send to engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ prints "ready". Each line on standard input is the one-way delay in seconds and 
 to drop; EOF ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

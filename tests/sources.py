@@ -1,7 +1,5 @@
 """A scripted source of groups, for tests of sampling."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """Folders of tiny models that read pictures, and pictures for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args
 

@@ -7,8 +7,6 @@ requirements name the small ones that torch calls on any machine, cudart and cup
 the others, made with `cc`, have functions that fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

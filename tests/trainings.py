@@ -1,7 +1,5 @@
 """Small trainings for tests: their data, their model, and a recipe to vary."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

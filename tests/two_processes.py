@@ -1,7 +1,5 @@
 """A vLLM engine over two processes: this one, and a child that repeats its calls."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress

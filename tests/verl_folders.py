@@ -1,7 +1,5 @@
 """Writes checkpoints like verl's FSDP workers: sharded state dicts per rank, the rest on rank 0."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

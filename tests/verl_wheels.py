@@ -1,7 +1,5 @@
 """Published packages to compare with, such as verl, installed once a machine."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Skips tests if the installed vLLM cannot run mixture-of-experts models on this CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

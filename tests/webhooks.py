@@ -1,7 +1,5 @@
 """An HTTP server that receives webhook calls."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Wheels to read in tests; fetched once a machine by pip, never installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

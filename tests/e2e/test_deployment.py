@@ -4,8 +4,6 @@ reruns.
 One scenario whose steps are fixtures, with a small real chain: a training, a merge, two servers.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Deployments, parameters, schedules and the Prefect UI's data, with a real Prefect server."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

@@ -1,7 +1,5 @@
 """The guides' recipes, scaled down to a tiny model of their architecture."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -20,8 +20,6 @@ One scenario whose steps are fixtures: several rows run at a time, each starting
 others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`dapo run configs/arith_cpu_moe.yaml`, shortened: a mixture learns, and is merged and served."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`make demo-smollm2`, shortened: a pretrained chat model answers, trains and is compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

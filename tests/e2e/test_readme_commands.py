@@ -2,8 +2,6 @@
 trained one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

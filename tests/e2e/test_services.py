@@ -1,7 +1,5 @@
 """`dapo up`, `doctor` and `down` in a project directory."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Two hosts joined by a slow line: a cluster starts over it, and its checks find no faults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Prefect's page.
 python -m tests.integration.page_flow FOLDER WEBHOOK_URL
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

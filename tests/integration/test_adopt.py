@@ -1,7 +1,5 @@
 """Checkpoints trained elsewhere take the place of training; those of other models are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Real processes that race for a key, die while building, or hit a full or read-only disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

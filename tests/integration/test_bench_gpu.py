@@ -1,7 +1,5 @@
 """bench/gpu.py on a CPU with tiny shapes, so that only the device is new where it counts."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Real ranks save and load exactly, on other rank counts, and with failing writes."""
 
-from __future__ import annotations
-
 import errno
 import random
 import resource

@@ -1,7 +1,5 @@
 """Requests over a real sshd on loopback: login shells, an unknown key, an unknown host."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Ranks and engines take turns on shared devices: order of a step, equal results, memory."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

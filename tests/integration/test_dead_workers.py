@@ -1,7 +1,5 @@
 """Killed or hanging processes are named, end calls in time, and training can restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Downloads with the hubs' own clients, against a local hub server."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

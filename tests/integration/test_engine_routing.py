@@ -1,7 +1,5 @@
 """The routing that engines record: the experts of each token when it was computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All engines on a tiny model: sampling, log-probs, weight updates, abort and sleep."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator, Sequence

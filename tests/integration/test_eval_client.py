@@ -1,7 +1,5 @@
 """Requests to HTTP servers that misbehave: each gets one outcome, never an exception."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import re

@@ -1,7 +1,5 @@
 """An evaluation measures one model: a server that returns with another one is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

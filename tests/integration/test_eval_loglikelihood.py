@@ -1,7 +1,5 @@
 """Multiple choice by log-probs: requests, likeliest options, unsuitable problems and servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

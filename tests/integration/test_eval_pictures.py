@@ -1,7 +1,5 @@
 """Evaluations of problems with pictures: what is sent, stored, resumed and refused."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Resumable evaluations against an HTTP server: what is stored, requested again, reported."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

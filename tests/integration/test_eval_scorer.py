@@ -1,7 +1,5 @@
 """A training scorer as the grader of an evaluation: scores, verdicts, failures, and regrading."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Problem files from URLs and a local hub: downloaded once, verified, and selected by split."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several benchmarks in one session: no idle server, and separate sampling, failures and rows."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

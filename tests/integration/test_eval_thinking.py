@@ -1,7 +1,5 @@
 """Thinking of served models: stored, counted, shown, truncated, and never graded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

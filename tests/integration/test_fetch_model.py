@@ -1,7 +1,5 @@
 """The stage fetch_model with hub models: artifacts, cache hits, kills, and no network."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

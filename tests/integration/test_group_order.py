@@ -1,7 +1,5 @@
 """A training on a task with wrong long responses: which groups it trains on and carries over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Hugging Face engine: resumed responses, memory limit and end token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The guides' scripts, imported with --tiny, train two steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

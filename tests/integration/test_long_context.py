@@ -1,7 +1,5 @@
 """An update on a sequence of the recipes' length, 2,048 + 20,480 tokens, shared by two ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from dataclasses import replace

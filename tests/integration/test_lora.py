@@ -1,7 +1,5 @@
 """LoRA: adapters train alike on any ranks, and alone have gradients, moments and checkpoints."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Merging real FSDP2 shards gives a folder that transformers loads, equal by tensor."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

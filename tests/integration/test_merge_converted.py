@@ -1,7 +1,5 @@
 """Models that other trainers wrote are found in their outputs, merged, and refused if wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

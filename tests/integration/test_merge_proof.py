@@ -1,7 +1,5 @@
 """A merge uses bounded memory, never leaves a partial model and writes a correct manifest."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

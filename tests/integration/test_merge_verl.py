@@ -1,7 +1,5 @@
 """Merging verl FSDP checkpoints written by real ranks restores the model bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Layouts of verl shards: placements, meshes pickled by several torch versions, fused experts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The NaN guard names the module that produced the first non-finite number, on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

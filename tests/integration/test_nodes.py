@@ -1,7 +1,5 @@
 """Several nodes, as raylets on one machine: placement, a lost node, a node without the files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Offloading, with the meta device standing in for an accelerator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 available.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

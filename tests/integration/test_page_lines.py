@@ -1,7 +1,5 @@
 """The Prefect UI gets few lines a minute; the terminal and the log file get all."""
 
-from __future__ import annotations
-
 import json
 import logging
 import uuid

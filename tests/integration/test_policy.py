@@ -1,7 +1,5 @@
 """FSDP2 ranks over gloo: log-probs, gradients and weights do not depend on the split."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

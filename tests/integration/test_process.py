@@ -1,7 +1,5 @@
 """Child processes end with this process, however it ends, and their error says why they failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The code of docs/python.md, with a tiny model and a server that adds numbers."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A private Ray is unreachable for other machines, other users and processes without its token."""
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import json

@@ -2,8 +2,6 @@
 `y`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

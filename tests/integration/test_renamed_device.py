@@ -1,7 +1,5 @@
 """The policy on a CPU renamed to `npu`: it names no other device, and results equal the CPU's."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import replace

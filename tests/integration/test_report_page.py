@@ -1,7 +1,5 @@
 """Report pages in a real browser: errors, requests, numbers, search, filters, small screens."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

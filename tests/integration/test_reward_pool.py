@@ -2,8 +2,6 @@
 other calls.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess

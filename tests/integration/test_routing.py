@@ -1,7 +1,5 @@
 """The routing of a mixture of experts in real updates: its sums, and its load-balancing loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce

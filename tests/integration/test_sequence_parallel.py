@@ -1,7 +1,5 @@
 """Ulysses over gloo: ranks with slices of a row compute the same as one rank with the whole row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

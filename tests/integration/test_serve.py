@@ -1,7 +1,5 @@
 """A real `vllm serve` matches the policy, protects its key and reports failures."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

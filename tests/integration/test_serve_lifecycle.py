@@ -1,7 +1,5 @@
 """A server starts, fails and stops; a small stand-in for vLLM fails on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A real `vllm serve` reads the pictures of an evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Real FSDP2 ranks load a model: every weight arrives, and no rank loads more than its rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The stage evaluate_model on a suite: stored benchmarks are reused, without serving."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine over two processes, colocated with ranks: syncs, rollouts, and a dead process."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

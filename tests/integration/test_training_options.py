@@ -1,7 +1,5 @@
 """Effects of training options on the metrics of one or two steps."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Validation, best checkpoints, starting from another training's checkpoint, and stopping."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Passes, AdamW, schedules and reference models in real updates, against plain loops."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

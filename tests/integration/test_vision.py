@@ -1,7 +1,5 @@
 """Models that read pictures: ranks compute as transformers does one sequence at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM with pictures: log-probs equal transformers', and new weights reach the encoder's cache."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

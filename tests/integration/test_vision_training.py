@@ -1,7 +1,5 @@
 """A training on problems with pictures: prepared, sampled by vLLM, learned from, resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

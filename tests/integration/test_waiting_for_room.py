@@ -2,8 +2,6 @@
 seconds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Weights reach the engines completely, and checks detect if they do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A recipe of texts alone needs no torchvision: it trains where none can be found."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The acceptance form says what a run recorded, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """Group advantages: hand-computed values, exactly zero without signal, independent of row order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

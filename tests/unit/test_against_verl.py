@@ -1,7 +1,5 @@
 """Losses and rollout correction match verl's own functions on the same numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

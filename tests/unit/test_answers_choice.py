@@ -1,7 +1,5 @@
 """Multiple choice: training reward, a user's reward file and evaluation read every format alike."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Callable

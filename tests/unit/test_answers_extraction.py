@@ -1,7 +1,5 @@
 """Extraction of final answers: formats that models write, and texts made to be slow."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -2,8 +2,6 @@
 for Geometry3K on verdicts of mathruler 0.1.0 with sympy 1.14 and pylatexenc 2.11.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

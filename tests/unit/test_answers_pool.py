@@ -1,7 +1,5 @@
 """Grading in a process: the same verdicts as in place, within limits for any text."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -2,8 +2,6 @@
 not appear.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Generated arithmetic problems are disjoint, reproducible, in the schema, and solved correctly."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

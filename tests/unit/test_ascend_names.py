@@ -4,8 +4,6 @@ The uses are read from the project's sources, so that new ones are checked autom
 imported: torch_npu needs CANN.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import zipfile

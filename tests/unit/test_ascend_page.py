@@ -1,7 +1,5 @@
 """docs/ascend.md: the command line accepts its commands, and its recipes exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts that give no signal wait 1, 2, 4 and then 8 epochs; one visit with signal ends that."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Balancing: nothing is lost, limits hold, ranks and micro-batches cost nearly the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches: their layout, and splits that lose nothing and respect the token limit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

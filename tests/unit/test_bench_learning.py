@@ -1,7 +1,5 @@
 """bench/learning.py: intervals, verdicts, and the variants of the recipe."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Damaged and malicious checkpoints are detected; training falls back to an older one."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A writer that is killed or out of disk space at any file operation leaves a usable checkpoint."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import gc

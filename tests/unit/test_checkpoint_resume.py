@@ -1,7 +1,5 @@
 """Which checkpoint a training starts from, and the lock on its checkpoints."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

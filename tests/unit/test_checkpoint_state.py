@@ -1,7 +1,5 @@
 """A trainer's state survives a round trip, damage is refused, and which folders count."""
 
-from __future__ import annotations
-
 import json
 import math
 import tracemalloc

@@ -1,7 +1,5 @@
 """Writing checkpoints: when they appear, which are kept, and what happens on a full disk."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

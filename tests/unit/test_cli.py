@@ -1,7 +1,5 @@
 """The command line: output, refusals and exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

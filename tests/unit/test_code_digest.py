@@ -1,7 +1,5 @@
 """The code digest of a stage covers every file that it runs, and none without an effect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

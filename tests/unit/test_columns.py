@@ -1,7 +1,5 @@
 """Links added to a chain by baselines and checkpoints: their keys, and missing columns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`dapo compare` for trainings: logs of other trainers and dapo runs side by side."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configuration: precedence, a message for each mistake, a lossless dump, and no unused key."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

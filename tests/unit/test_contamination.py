@@ -1,7 +1,5 @@
 """Training problems that are also in an evaluation set: which match, and what happens to them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

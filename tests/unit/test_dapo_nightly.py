@@ -1,7 +1,5 @@
 """Nightly runs: seed, date, and lateness."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

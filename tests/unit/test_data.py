@@ -1,7 +1,5 @@
 """The order of training prompts, which can resume anywhere, and tokenizers that are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The data card: an account of every row, in numbers and words."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

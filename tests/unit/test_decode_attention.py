@@ -1,7 +1,5 @@
 """Decoding with shared key heads against transformers' sdpa, which repeats them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The files in deploy/: their readers accept them, and the command line accepts their commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Digests of files by parts cover every byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files in docker/ copy what the package needs; no image is built."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`dapo doctor` reports every kind of problem."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import shutil

@@ -1,7 +1,5 @@
 """Messages of a draw: a progress line every 7 s, and a hint if no group has signal."""
 
-from __future__ import annotations
-
 import pytest
 
 from dapo_core.draw.account import Lengths, TokenAccount

@@ -1,7 +1,5 @@
 """Files and locks under crashes, full disks and competing processes."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Engine arguments and parallelism that cannot work are refused before anything starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Weight buckets, checksums and the probe detect engines with wrong weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """`dapo doctor env`: the state of each environment variable for a recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Evaluations over time: reading, pairing by hand, separate series."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two models under one name are told apart, and numerical noise is no other model."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -4,8 +4,6 @@ tests/logs holds logs of lm-eval 0.4.13 and inspect_ai 0.3.285 (without events) 
 adds one, with a wrong gold answer for item 5, and predictions in the format of AISBench 3.1.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows without texts give the same statistics as complete rows, in a fraction of the memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path

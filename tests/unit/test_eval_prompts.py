@@ -1,7 +1,5 @@
 """Prompts: templates, chat and text, and template files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

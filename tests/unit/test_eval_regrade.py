@@ -1,7 +1,5 @@
 """Regrading a results folder: new verdicts, the same responses, no requests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

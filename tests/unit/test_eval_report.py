@@ -1,7 +1,5 @@
 """Comparisons and reports: numbers by hand, sentences, refusals, escaping."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

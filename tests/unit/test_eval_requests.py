@@ -1,7 +1,5 @@
 """What is sent to a server, how its replies are read, and what a failure advises."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling, thinking and other request fields, and how settings record them."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Statistics of evaluations, against hand-computed and published values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Verdicts and notes of a comparison: people quote these sentences, so they are verbatim."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

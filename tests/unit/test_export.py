@@ -1,7 +1,5 @@
 """An exported run: a folder that transformers loads, with a card of the measured results."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """`dapo init` writes the recipe of configs/ for small files, or refuses what it cannot identify."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """FLOPs of a training step against PyTorch's counter, device peaks, and utilization."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Model output as HTML: formulas become MathML, and no text is executed or fetched by a browser."""
 
-from __future__ import annotations
-
 import re
 import time
 from xml.etree import ElementTree

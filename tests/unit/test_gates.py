@@ -1,7 +1,5 @@
 """Gates: syntax, suggestions for misspelt names, and outcomes."""
 
-from __future__ import annotations
-
 import pytest
 
 from eval.report.gates import Gate, GateError, check_gate, describe_gates, parse_gate

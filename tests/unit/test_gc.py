@@ -1,7 +1,5 @@
 """What garbage collection removes and keeps, and what the command reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

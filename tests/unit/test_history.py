@@ -1,7 +1,5 @@
 """Recorded runs: found by part of their id, listed, shown and compared."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Identity of a training: what a checkpoint is bound to, and what may be changed midway."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`dapo import-config`: the guides' scripts, what stops an import, and the written recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

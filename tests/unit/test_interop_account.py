@@ -2,8 +2,6 @@
 dropped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Another trainer's key in a recipe is refused with our key and its unit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Parsing console logs and metrics files of verl and MindSpeed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

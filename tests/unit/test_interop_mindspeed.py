@@ -1,7 +1,5 @@
 """MindSpeed-RL's configurations are read, accounted for, and converted."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Reading scripts, YAML and Hydra overrides; the override grammar is compared with Hydra itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """verl's key table matches the default configurations and sources in verl's wheels."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

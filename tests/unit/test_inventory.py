@@ -1,7 +1,5 @@
 """The inventory: its defaults, and the errors for invalid files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Items in report.html: order, shortened texts, samples, and the page's size limit."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Fused kernels: references equal transformers, and kernels that differ are refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

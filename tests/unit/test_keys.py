@@ -1,7 +1,5 @@
 """`dapo config explain` and docs/keys.md."""
 
-from __future__ import annotations
-
 import pytest
 
 from dapo_core.config.fields import known_fields

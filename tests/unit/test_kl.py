@@ -1,7 +1,5 @@
 """KL to the reference model: estimators, gradients, reward penalty, adaptive coefficient."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A pod's preStop hook, with stand-ins for a run and an actor in a pod of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

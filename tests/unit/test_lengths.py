@@ -1,7 +1,5 @@
 """Token limits: all conflicts are reported at once, and the proposed values fit."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Policy loss against hand-computed values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 from typing import Any, get_args

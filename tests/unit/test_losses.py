@@ -1,7 +1,5 @@
 """Every policy loss against values computed by hand, and a user's own loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """After losing a node, training continues with as many ranks and engines as fit."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

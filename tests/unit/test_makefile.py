@@ -1,7 +1,5 @@
 """The names in the Makefile's selections of tests exist: pytest silently ignores others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The memory plan of a rank matches what its code allocates, counted with fake tensors."""
 
-from __future__ import annotations
-
 import importlib
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory plan: model tensors, hand-computed bytes and devices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """safetensors reads what a merge writes, and a merge detects damage in what it reads."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable

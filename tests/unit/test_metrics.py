@@ -1,7 +1,5 @@
 """Metrics of a step, from hand-made batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

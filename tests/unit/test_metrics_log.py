@@ -1,7 +1,5 @@
 """Phase times and throughput, the console line, and metrics.jsonl across a resume."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

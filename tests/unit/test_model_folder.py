@@ -1,7 +1,5 @@
 """Files of a model folder: locating tensors, links, fetching, and incomplete models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

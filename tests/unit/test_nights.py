@@ -1,7 +1,5 @@
 """The last nightly model as a baseline of the next run."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping

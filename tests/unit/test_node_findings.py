@@ -1,7 +1,5 @@
 """Findings about nodes: what is equal is one finding, differences name the node."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

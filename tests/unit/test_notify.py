@@ -1,7 +1,5 @@
 """The webhook: its payload, and that it cannot fail a run or leak its URL."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -1,7 +1,5 @@
 """Learning rate schedules, checked by hand and against transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

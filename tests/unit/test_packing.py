@@ -1,7 +1,5 @@
 """Packed rows: their layout, and log-probs that do not depend on other sequences in the row."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from typing import Any

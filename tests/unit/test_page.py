@@ -1,7 +1,5 @@
 """What is sent to the Prefect UI, without waiting for the server."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """The paired comparison of scores, `eval.paired`, on arrays and tables with known answers."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Mapping between transformers parameters and file tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

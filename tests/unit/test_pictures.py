@@ -1,7 +1,5 @@
 """Pictures of problems: read in every form, stored once, counted in tokens, never lost."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

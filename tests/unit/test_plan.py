@@ -1,7 +1,5 @@
 """What a plan says a run would do and why, compared with earlier runs of the same recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """dtype `auto` on a CPU is the faster precision that works there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

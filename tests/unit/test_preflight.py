@@ -1,7 +1,5 @@
 """Findings before any stage: what a recipe is refused for or warned of, and the key to change."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

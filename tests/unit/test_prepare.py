@@ -1,7 +1,5 @@
 """Data preparation: formats and schemas, mixtures, repeated and unusable rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

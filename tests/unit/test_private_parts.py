@@ -3,8 +3,6 @@
 Each fails here first when a library changes it; the comment at its use says why it is needed.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Problem files: read alike by training, validation and evaluation, or refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import datetime

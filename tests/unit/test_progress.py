@@ -1,7 +1,5 @@
 """Progress becomes a bar on a terminal; other progress is logged every 10 % or by time."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

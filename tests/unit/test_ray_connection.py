@@ -1,7 +1,5 @@
 """Connecting to Ray: failed starts leave nothing behind; private instances are protected."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

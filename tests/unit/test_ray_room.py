@@ -1,7 +1,5 @@
 """Waiting for a Ray cluster or its resources is logged, limited and interruptible."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Requests to hosts: why one does not answer, what a start refuses, which token is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Flows and deployments: validation, names, parameters and logging."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

@@ -1,7 +1,5 @@
 """Own files as people have them: no column that holds a part of the problem is lost silently."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Secrets must not reach files, logs or the terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 import redaction

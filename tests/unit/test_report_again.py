@@ -1,7 +1,5 @@
 """A fully cached chain: its report is written again without a Prefect server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

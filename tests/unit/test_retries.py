@@ -1,7 +1,5 @@
 """Which errors are retried, when, and how failures are reported."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Scoring rules on realistic responses, their routing, and the overlong penalty."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

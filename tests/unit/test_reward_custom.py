@@ -1,7 +1,5 @@
 """User-defined scorers: checked without executing the file; results converted to scores."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoding only the end of a response gives exactly the end of the fully decoded response."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

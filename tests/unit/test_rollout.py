@@ -1,7 +1,5 @@
 """A real rollout worker: the Hugging Face engine on a tiny model, and its scoring processes."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Importance weights, masks and mismatch metrics, checked against hand-computed values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

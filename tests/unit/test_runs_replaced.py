@@ -1,7 +1,5 @@
 """Runs whose artifact is rebuilt by force, or removed at the wrong moment."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """mean@N, best@n, worst@n and maj@n: by hand, and against draws as verl makes them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

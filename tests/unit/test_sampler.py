@@ -1,7 +1,5 @@
 """Dynamic sampling with a scripted source: signal, errors, and token accounting."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Engines that run ahead: groups stay in flight between draws, and every token is accounted for."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Which groups fill a step, over several steps and across a resume."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inventories of SLURM, PBS and Volcano allocations."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ tests/logs/scored holds logs of lm-eval 0.4.13, inspect_ai 0.3.285, evalscope 1.
 NeMo Evaluator are written here in their documented format.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The sampler on simulated engines does not select groups by length."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Serving without vLLM: command lines, devices, refused settings, reasons of a server's end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

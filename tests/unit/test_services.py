@@ -1,7 +1,5 @@
 """`dapo up` and `dapo down`, the private server of a run, and the start-up plugin for `prefect`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import logging.config

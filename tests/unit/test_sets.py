@@ -2,8 +2,6 @@
 is set.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

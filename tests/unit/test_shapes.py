@@ -1,7 +1,5 @@
 """Generated pictures of shapes are disjoint, reproducible, balanced, and asked about correctly."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading bash scripts without executing them, compared with bash on generated scripts."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from types import SimpleNamespace

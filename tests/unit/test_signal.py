@@ -1,7 +1,5 @@
 """What the stored answers before training say of its signal, and when they stop a run."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from pathlib import Path

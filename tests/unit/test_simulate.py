@@ -1,7 +1,5 @@
 """`dapo simulate CONFIG`: a recipe's step, its alternatives, and corrections by a run."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Simulated engines and steps: hand-computed times, lengths, costs, and the published log."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

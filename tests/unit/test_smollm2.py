@@ -1,7 +1,5 @@
 """The second demo: weights in GGUF become the same model, and no held-out problem is trained on."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

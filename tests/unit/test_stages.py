@@ -1,7 +1,5 @@
 """What each stage's key depends on, and what a run records."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

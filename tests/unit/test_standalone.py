@@ -1,7 +1,5 @@
 """`dapo eval` and related commands without the packages of the extra `chain`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Graceful stop by signals: when they raise, what is logged, and which handlers remain."""
 
-from __future__ import annotations
-
 import inspect
 import signal
 import sys

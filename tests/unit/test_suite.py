@@ -1,7 +1,5 @@
 """Suite folders: their contents, and errors for damaged ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Benchmarks of a recipe: prepared files, keys, reuse from the store, and plans."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Suite reports: numbers by hand, the page, regressions, gates, baselines, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenized prompts: independent of how they are made, cached, and limited in length."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

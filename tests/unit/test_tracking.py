@@ -1,7 +1,5 @@
 """Trackers with fake clients: what is sent once, how they fail, and what is never sent."""
 
-from __future__ import annotations
-
 import contextvars
 import json
 import threading

@@ -1,7 +1,5 @@
 """A trainer without ranks and engines: what it restores from a checkpoint, and how it ends."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import logging

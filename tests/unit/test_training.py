@@ -1,7 +1,5 @@
 """Restarts after a process dies, and the message of a stopped training."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The training lock, with real processes: who waits, who is skipped, when it is released."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """State on the devices in each phase, and settings that make sharing devices impossible."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

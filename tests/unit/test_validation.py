@@ -1,7 +1,5 @@
 """Validation: hand-computed metrics, independent of finishing order, and its time limit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parsing recorded outputs of npu-smi, nvidia-smi, hccn_tool and CANN's files."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

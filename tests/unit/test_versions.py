@@ -1,7 +1,5 @@
 """Package versions and collectives that give wrong results are refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The routing that vLLM returns with its outputs becomes a response's, from vLLM's own classes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
