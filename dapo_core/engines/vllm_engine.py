@@ -492,6 +492,8 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
 
     if arguments.speculative_config is not None and current_platform.is_cpu():
         mend_speculation()
+        # Else numba, which proposes drafts, lets each operation of torch use all cores.
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     if part is None:
         return LLMEngine.from_engine_args(arguments)
     rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank
