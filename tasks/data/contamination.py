@@ -231,11 +231,11 @@ class _Items:
         """{row: {item: share of the item's words in runs shared with the row}}."""
         hashes, rows = self._run_hashes(words)
         covered: dict[tuple[int, int], set[int]] = {}
-        for place in np.flatnonzero(np.isin(hashes, self.known)).tolist():
-            for item, first in self.places[int(hashes[place])]:
-                covered.setdefault((int(rows[place]), item), set()).update(
-                    range(first, first + RUN_WORDS)
-                )
+        common = np.flatnonzero(np.isin(hashes, self.known))
+        runs = zip(rows[common].tolist(), hashes[common].tolist(), strict=True)
+        for row, run in dict.fromkeys(runs):  # a text may repeat a run thousands of times
+            for item, first in self.places[run]:
+                covered.setdefault((row, item), set()).update(range(first, first + RUN_WORDS))
         overlaps: dict[int, dict[int, float]] = {}
         for (row, item), places in covered.items():
             overlaps.setdefault(row, {})[item] = len(places) / self.num_words[item]

@@ -87,6 +87,13 @@ def test_reworded_problems_match_by_runs_of_words() -> None:
     )
 
 
+def test_a_run_that_a_text_repeats_thousands_of_times_takes_no_longer() -> None:
+    long = "very long " * 3000
+    held_out = [f"{long} What is 1 + 1?"]
+    train = [f"{long} What is {number} + 1?" for number in range(30)]
+    assert found(train, held_out) == [(1, "0", 1.0)]  # the others lack a number of the problem
+
+
 def test_shared_instructions_do_not_count() -> None:
     before = (
         "Solve the following math problem step by step, and give the answer on the last line of "
