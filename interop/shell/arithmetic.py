@@ -46,15 +46,9 @@ def _value(node: Any, read: Callable[[str], str]) -> int:
                 return value
         case ast.UnaryOp(op=ast.USub()):
             return -_value(node.operand, read)
-        case ast.BinOp():
-            return _applied(node.op, node.left, node.right, read)
-        case ast.Compare(ops=[sign], comparators=[right]):
-            return _applied(sign, node.left, right, read)
+        case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
+            return int(OPERATORS[type(sign)](_value(left, read), _value(right, read)))
         case ast.BoolOp():
             values = [_value(each, read) for each in node.values]
             return int(all(values) if isinstance(node.op, ast.And) else any(values))
     raise ValueError(node)
-
-
-def _applied(sign: ast.AST, left: ast.AST, right: ast.AST, read: Callable[[str], str]) -> int:
-    return int(OPERATORS[type(sign)](_value(left, read), _value(right, read)))

@@ -1,27 +1,21 @@
-"""Evaluate bash tests, `[ ... ]` and `[[ ... ]]`, to true, false, or unknown and why."""
+"""Evaluate bash tests, `[ ... ]` and `[[ ... ]]`.
+
+A verdict is True, False, or the marks of the unknown values that it depends on.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from operator import eq, ge, gt, le, lt, ne
-from typing import Any, NamedTuple
+from typing import Any
 
 from interop.shell.scope import Scope, marks_of
 from interop.shell.words import number, pieces, regex_of, scalar
 
 NESTED = ("unary_expression", "binary_expression", "parenthesized_expression")
+Verdict = bool | str
 NUMERIC = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
-
-
-class Verdict(NamedTuple):
-    """True, False, or None with the marks of the unknown values it depends on."""
-
-    value: bool | None
-    marks: str = ""
-
-    def negated(self) -> Verdict:
-        return self if self.value is None else Verdict(not self.value)
 
 
 def leaves(node: Any, source: bytes) -> list[str]:
@@ -39,9 +33,9 @@ def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:
     """Evaluate the tokens between `[` and `]`, or between `[[` and `]]`."""
     if "(" in tokens:
         return _asked(" ".join(tokens), scope)
-    verdict = Verdict(False)
+    verdict: Verdict = False
     for alternative in _split(tokens, ("||", "-o")):
-        every = Verdict(True)
+        every: Verdict = True
         for test in _split(alternative, ("&&", "-a")):
             every = combined(every, _judge_one(test, scope, is_double), deciding=False)
         verdict = combined(verdict, every, deciding=True)
@@ -56,17 +50,18 @@ def _split(tokens: list[str], separators: tuple[str, ...]) -> list[list[str]]:
 def _judge_one(test: list[str], scope: Scope, is_double: bool) -> Verdict:
     match test:
         case ["!", *rest] if rest:
-            return _judge_one(rest, scope, is_double).negated()
+            return negated(_judge_one(rest, scope, is_double))
         case [source] | ["-n", source]:
             return _filled(source, scope)
         case ["-z", source]:
-            return _filled(source, scope).negated()
+            return negated(_filled(source, scope))
         case [left, sign, right] if sign in NUMERIC:
             a, b = (number(scope, scalar(source, scope)) for source in (left, right))
-            marks = marks_of(a + b)
-            return Verdict(None, marks) if marks else Verdict(NUMERIC[sign](int(a), int(b)))
-        case [left, "=" | "==" | "!=" as sign, right]:
-            return _equal(left, right, scope, is_double, is_wanted=sign != "!=")
+            return marks_of(a + b) or NUMERIC[sign](int(a), int(b))
+        case [left, "!=", right]:
+            return negated(_equal(left, right, scope, is_double))
+        case [left, "=" | "==", right]:
+            return _equal(left, right, scope, is_double)
         case _:  # a file's state, a regular expression
             return _asked(" ".join(test), scope)
 
@@ -79,28 +74,27 @@ def _asked(test: str, scope: Scope) -> Verdict:
 def _filled(source: str, scope: Scope) -> Verdict:
     text = scalar(source, scope)
     marks = marks_of(text)
-    return Verdict(None, marks) if marks == text != "" else Verdict(bool(text))
+    return marks if marks == text != "" else bool(text)
 
 
-def _equal(left: str, right: str, scope: Scope, is_double: bool, is_wanted: bool) -> Verdict:
+def _equal(left: str, right: str, scope: Scope, is_double: bool) -> Verdict:
     """Compare two texts; between `[[` and `]]`, the right one is a pattern."""
     pattern = [piece for piece in pieces(right, scope) if piece.kind != "break"]
     a, b = scalar(left, scope), "".join(piece.text for piece in pattern)
-    if marks := marks_of(a + b):
-        return Verdict(None, marks)
-    is_equal = bool(re.fullmatch(regex_of(pattern), a)) if is_double else a == b
-    return Verdict(is_equal == is_wanted)
+    return marks_of(a + b) or (bool(re.fullmatch(regex_of(pattern), a)) if is_double else a == b)
+
+
+def negated(verdict: Verdict) -> Verdict:
+    return verdict if isinstance(verdict, str) else not verdict
 
 
 def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:
     """Combine verdicts: `a || b` (deciding=True) or `a && b` (deciding=False)."""
-    if deciding in (a.value, b.value):
-        return Verdict(deciding)
-    if None in (a.value, b.value):
-        return Verdict(None, a.marks + b.marks)
-    return Verdict(not deciding)
+    if deciding in (a, b):
+        return deciding
+    return "".join(each for each in (a, b) if isinstance(each, str)) or not deciding
 
 
 def verdict_of(text: str) -> Verdict:
     """Return the verdict for a mark, or for the answer that --set-env gave instead."""
-    return Verdict(None, text) if marks_of(text) else Verdict(text.lower() in ("1", "true", "yes"))
+    return marks_of(text) or text.lower() in ("1", "true", "yes")

@@ -53,12 +53,7 @@ class Scope:
 
     def copy(self) -> Scope:
         """Copy the variables; unknowns and used names stay shared."""
-        return replace(
-            self,
-            variables=dict(self.variables),
-            exported=set(self.exported),
-            positional=list(self.positional),
-        )
+        return replace(self, variables=dict(self.variables), exported=set(self.exported))
 
     @property
     def origin(self) -> str:
@@ -126,13 +121,9 @@ class Scope:
         self.variables[name] = [word, *value[1:]] if isinstance(value, list) else word
 
 
-def joined_marks(numbers: list[str]) -> str:
-    return "".join(f"\ue000{number}\ue001" for number in dict.fromkeys(numbers))
-
-
 def marks_of(text: str) -> str:
     """Return only the marks in a text, to mark a value computed from it."""
-    return joined_marks(MARK.findall(text))
+    return "".join(f"\ue000{number}\ue001" for number in dict.fromkeys(MARK.findall(text)))
 
 
 def shown(text: str, unknowns: list[Unknown]) -> str:

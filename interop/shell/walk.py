@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
-from interop.shell.conditions import Verdict, judge, leaves, verdict_of
+from interop.shell.conditions import Verdict, judge, leaves, negated, verdict_of
 from interop.shell.scope import MARK, OUTPUT, Scope, ShellError, Unknown, Word, marks_of, shown
 from interop.shell.words import NOT_READ, fields, number, pieces, regex_of, scalar
 
@@ -78,7 +79,7 @@ def read_script(
     numbers = sorted(int(key) for key in given if key.isdigit() and key != "0")
     scope.positional = [Word(given[str(at)], f"--set-env {at}") for at in numbers]
     script.used.update(map(str, numbers))
-    walk = Walk(script, scope, dict(others or {}))
+    walk = Walk(script, scope, others or {})
     try:
         walk.text(text, is_file=True)
     except Leave:
@@ -98,42 +99,31 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
 
     source = COMMENT_OF_A_LIST.sub(lambda match: b" " * len(match[0]), source)
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    parted = set[int]()  # rows
-    while True:
-        root = parser.parse(source).root_node
-        found = {*_repairs(root, source)}
-        repairs = {each for each in found if each.text != b";" or each.row not in parted}
-        if not repairs:
-            return root, source
+    root = parser.parse(source).root_node
+    while repairs := sorted({*_repairs(root, source)}):
         parts, end = [], 0
-        for each in sorted(repairs):
-            parts += [source[end : each.start], each.text]
-            end = each.end
+        for start, stop, text in repairs:
+            parts += [source[end:start], text]
+            end = stop
         source = b"".join([*parts, source[end:]])
-        parted |= {each.row for each in repairs if each.text == b";"}
+        root = parser.parse(source).root_node
+    return root, source
 
 
-class Repair(NamedTuple):
-    """Bytes to replace by a text, and their row."""
-
-    start: int
-    end: int
-    text: bytes
-    row: int
-
-
-def _repairs(node: Any, source: bytes) -> Iterator[Repair]:
-    """Yield a semicolon for the end of a line that its command goes beyond without a backslash, and
-    braces for a `$NAME` of which only the `$` is in the node.
+def _repairs(node: Any, source: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (start, end, replacement): a semicolon for the end of a line that its command goes
+    beyond without a backslash, and braces for a `$NAME` of which only the `$` is in the node.
     """
     if node.type in ONE_LINE:
         words = [child for child in node.children if child.type != "comment"]
         for word, following in itertools.pairwise(words):
-            if re.search(rb"(?<!\\)\n", source[word.end_byte : following.start_byte]):
-                yield Repair(word.end_byte, word.end_byte, b";", word.end_point.row)
+            end = word.end_byte
+            is_ended = b";" in source[end - 1 : end + 1]
+            if not is_ended and re.search(rb"(?<!\\)\n", source[end : following.start_byte]):
+                yield end, end, b";"
     cut = CUT_NAME.match(source, node.end_byte - 1)
     if cut and node.type != "$":
-        yield Repair(*cut.span(), b"${" + cut[1] + b"}", node.end_point.row)
+        yield *cut.span(), b"${" + cut[1] + b"}"
     for child in node.children:
         yield from _repairs(child, source)
 
@@ -143,34 +133,32 @@ class Walk:
     merges their states.
     """
 
-    def __init__(self, script: Script, scope: Scope, others: dict[str, str]) -> None:
+    def __init__(self, script: Script, scope: Scope, others: Mapping[str, str]) -> None:
         self.script, self.scope, self.others = script, scope, others
         self.source = b""
         self.is_file = False  # False for a text inside a file, such as the argument of `bash -c`
         self.functions: dict[str, tuple[Any, bytes, bool]] = {}
         self.conditions: tuple[str, ...] = ()
         self.depth = 0
-        self.status = Verdict(True)
+        self.status: Verdict = True
 
     def text(self, text: str, is_file: bool = False) -> None:
         """Walk a script, or the text of `bash -c`, which keeps the command's line number."""
         root, source = parsed(LAST_BACKSLASH.sub("\n", text).encode())
-        with_error = functools.partial(self.refuse, root) if root.has_error else lambda: None
-
-        def body() -> None:
-            with_error()
+        with self.within(source, is_file):
+            if root.has_error:
+                self.refuse(root)
             self.block(root.children)
 
-        self.within(source, is_file, body)
-
-    def within(self, source: bytes, is_file: bool, body: Body) -> None:
+    @contextlib.contextmanager
+    def within(self, source: bytes, is_file: bool) -> Iterator[None]:
         """Walk a text or a function."""
         if self.depth >= MAX_DEPTH:
             raise ShellError(f"{self.scope.origin}: nested more than {MAX_DEPTH} times")
         before = self.source, self.is_file
         self.source, self.is_file, self.depth = source, is_file, self.depth + 1
         try:
-            body()
+            yield
         finally:
             (self.source, self.is_file), self.depth = before, self.depth - 1
 
@@ -200,7 +188,7 @@ class Walk:
             method: Callable[[Any], None] | None = getattr(self, f"on_{node.type}", None)
             if method is not None:
                 self.at(node)
-                self.status = Verdict(True)
+                self.status = True
                 method(node)
 
     def at(self, node: Any) -> str:
@@ -333,7 +321,7 @@ class Walk:
             case "eval":
                 self.text(" ".join(rest))
             case "true" | ":" | "false" | "exec" | "set":
-                self.status = Verdict(name != "false")
+                self.status = name != "false"
             case _ if starts_nothing(name):
                 self.keep(words, own)
             case _:
@@ -354,7 +342,8 @@ class Walk:
         """Walk a text that another shell runs, if it is bash that starts a program."""
         if PROGRAM.search(text) and not parsed(text.encode())[0].has_error:
             status = self.status
-            self.apart(lambda: self.text(text))
+            with self.apart():
+                self.text(text)
             self.status = status
 
     def keep(self, words: list[Word], own: dict[str, str]) -> None:
@@ -389,19 +378,16 @@ class Walk:
         if not rest or not (option or target in self.others):
             return False
 
-        def body() -> None:
-            self.scope.variables.update(
-                {key: Word(text, self.scope.origin) for key, text in own.items()}
-            )
+        with self.apart():
+            origin = self.scope.origin
+            self.scope.variables |= {key: Word(text, origin) for key, text in own.items()}
             self.scope.positional = rest[1:]
             if option:
                 self.text(rest[0].text)
-                return
-            self.script.started.add(target)
-            self.scope.name = target
-            self.text(self.others[target], is_file=True)
-
-        self.apart(body)
+            else:
+                self.script.started.add(target)
+                self.scope.name = target
+                self.text(self.others[target], is_file=True)
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
@@ -411,7 +397,8 @@ class Walk:
         body, source, is_file = self.functions[name]
         outer, self.scope.positional = self.scope.positional, words
         try:
-            self.within(source, is_file, lambda: self.block(body.children))
+            with self.within(source, is_file):
+                self.block(body.children)
         except Leave as leave:
             if leave.how != "return":
                 raise
@@ -429,44 +416,33 @@ class Walk:
         """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then
         ignored.
         """
-        if verdict.value is not None:
-            (yes if verdict.value else no)()
+        if isinstance(verdict, bool):
+            (yes if verdict else no)()
             return
         before, conditions = self.scope, self.conditions
-        ends: list[Leave | None] = []
-        states: list[Scope] = []
+        staying, leaving = list[Scope](), list[tuple[Leave, Scope]]()
         for body, said in ((yes, test), (no, f"not {test}")):
             self.scope, self.conditions = before.copy(), (*conditions, said)
             try:
                 body()
-                ends.append(None)
+                staying.append(self.scope)
             except Leave as leave:
-                ends.append(leave)
-            states.append(self.scope)
+                leaving.append((leave, self.scope))
         self.conditions = conditions
-        for end, state in zip(ends, states, strict=True):
-            if end is not None and end.how == "break":  # a loop that waits for something
-                self.scope = state
-                raise end
-        staying = [state for end, state in zip(ends, states, strict=True) if end is None]
-        if not staying:
-            raise ends[0] or Leave("exit")
-        self.scope = merged(staying[0], staying[-1], verdict.marks)
+        for leave, self.scope in leaving:
+            if leave.how == "break" or not staying:  # a loop that waits for something
+                raise leave
+        self.scope = merged(staying[0], staying[-1], verdict)
         self.scope.line = before.line
 
     def on_list(self, node: Any) -> None:
         left, operator, right = node.children[0], self.of(node.children[1]), node.children[-1]
         verdict = self.verdict([left])
-        if operator == "||":
-            verdict = verdict.negated()
-        reached: list[Verdict] = []
-        self.choose(
-            verdict, self.of(left), lambda: reached.append(self.verdict([right])), lambda: None
-        )
-        if verdict.value is None:
-            self.status = Verdict(None, verdict.marks + "".join(end.marks for end in reached))
-        else:
-            self.status = reached[0] if reached else Verdict(operator == "||")
+        self.status = operator == "||"
+        verdict = negated(verdict) if self.status else verdict
+        self.choose(verdict, self.of(left), lambda: self.block([right]), lambda: None)
+        if isinstance(verdict, str):
+            self.status = verdict + (self.status if isinstance(self.status, str) else "")
 
     def on_test_command(self, node: Any) -> None:
         if node.children[0].type == "((":
@@ -476,11 +452,11 @@ class Walk:
         self.status = judge(tokens, self.scope, is_double=node.children[0].type == "[[")
 
     def on_negated_command(self, node: Any) -> None:
-        self.status = self.verdict(node.named_children).negated()
+        self.status = negated(self.verdict(node.named_children))
 
     def on_if_statement(self, node: Any) -> None:
         self.branch(node)
-        self.status = Verdict(True)
+        self.status = True
 
     def branch(self, node: Any, following: Sequence[Any] = ()) -> None:
         """Walk an `if` or `elif` and the clauses after it."""
@@ -511,9 +487,9 @@ class Walk:
         bracket = next(at for at, child in enumerate(parts) if child.type == ")")
         sources = [self.of(child) for child in parts[:bracket] if child.type not in ("(", "|")]
         patterns = [regex_of(pieces(source, self.scope)) for source in sources]
-        verdict = Verdict(any(re.fullmatch(pattern, value) for pattern in patterns))
-        if marks_of(value) and "*" not in sources:
-            verdict = Verdict(None, marks_of(value))
+        verdict: Verdict = any(re.fullmatch(pattern, value) for pattern in patterns)
+        if "*" not in sources:
+            verdict = marks_of(value) or verdict
         said = f"{shown(value, self.scope.unknowns)} in {'|'.join(sources)}"
         body = parts[bracket + 1 :]
         self.choose(verdict, said, lambda: self.block(body), lambda: self.case(value, items[1:]))
@@ -523,27 +499,30 @@ class Walk:
     def on_pipeline(self, node: Any) -> None:
         first, num_before = node.named_children[0], len(self.script.commands)
         for child in node.named_children:
-            self.apart(functools.partial(self.block, [child]))
+            with self.apart():
+                self.block([child])
         if first.type == "command" and self.of(first).startswith(("echo ", "printf ")):
             printed = self.script.commands[num_before].words[1:]
             self.feed(self.of(node), " ".join(word.text for word in printed))
         self.status = verdict_of(self.scope.mark(self.of(node), SUCCESS))
 
     def on_subshell(self, node: Any) -> None:
-        self.apart(lambda: self.block(node.children))
+        with self.apart():
+            self.block(node.children)
 
     def on_compound_statement(self, node: Any) -> None:
         if node.children[0].type != "((":
             self.block(node.children)
             return
         value = number(self.scope, self.of(node)[2:-2])
-        self.status = Verdict(None, value) if marks_of(value) else Verdict(value != "0")
+        self.status = marks_of(value) or value != "0"
 
-    def apart(self, body: Body) -> None:
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
         """Walk statements in a copy of the state, as in a subshell."""
         scope, self.scope = self.scope, self.scope.copy()
         try:
-            body()
+            yield
         except Leave as leave:
             if leave.how != "exit":
                 raise
@@ -581,13 +560,14 @@ class Walk:
         for _ in range(MAX_ITERATIONS):
             verdict = self.verdict(test)
             if node.children[0].type == "until":
-                verdict = verdict.negated()
-            if verdict.value is None:
+                verdict = negated(verdict)
+            if isinstance(verdict, str):
                 said = self.of(node).partition("\n")[0]
                 self.choose(verdict, said, functools.partial(self.iterate, body), lambda: None)
-            if not verdict.value or not self.iterate(body):
                 break
-        self.status = Verdict(True)
+            if not verdict or not self.iterate(body):
+                break
+        self.status = True
 
     def on_function_definition(self, node: Any) -> None:
         name = self.of(node.child_by_field_name("name"))

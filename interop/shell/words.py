@@ -9,16 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from interop.shell.arithmetic import evaluate
-from interop.shell.scope import (
-    EVERY_ITEM,
-    MARK,
-    UNSET,
-    Scope,
-    ShellError,
-    Word,
-    joined_marks,
-    marks_of,
-)
+from interop.shell.scope import EVERY_ITEM, UNSET, Scope, ShellError, Word, marks_of
 
 NOT_READ = "bash that is not read here"
 NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
@@ -267,21 +258,17 @@ def number(scope: Scope, text: str) -> str:
     variables are unknown from there on.
     """
     expression = "".join(piece.text for piece in pieces(text, scope, quoted=True))
-    value = _evaluated(expression, scope)
-    for match in CHANGED.finditer(expression):
-        scope.assign(match[1] or match[2], value)
-    return value
-
-
-def _evaluated(expression: str, scope: Scope) -> str:
-    unknown = MARK.findall(expression)
+    marks = [marks_of(expression)]
 
     def read(name: str) -> str:
         text = scope.need(name)
-        unknown.extend(MARK.findall(text))
-        return "1" if MARK.search(text) else text
+        marks.append(marks_of(text))
+        return "1" if marks[-1] else text
 
-    value = None if unknown else evaluate(expression, read)
-    if unknown:
-        return joined_marks(unknown)
-    return scope.mark(f"$(({expression}))", NOT_READ) if value is None else str(value)
+    value = None if marks[0] else evaluate(expression, read)
+    result = marks_of("".join(marks))
+    if not result:
+        result = scope.mark(f"$(({expression}))", NOT_READ) if value is None else str(value)
+    for match in CHANGED.finditer(expression):
+        scope.assign(match[1] or match[2], result)
+    return result
