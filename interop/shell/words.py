@@ -77,7 +77,9 @@ def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = Fa
             at += 2
         elif char == '"' and not is_document:
             end = end_of(text, at + 1, '"')
-            found += pieces(text[at + 1 : end], scope, quoted=True) or [Piece("", "quoted")]
+            inner = text[at + 1 : end]
+            is_word = "$" not in inner  # "${@:2}" of one argument is none
+            found += pieces(inner, scope, quoted=True) or [Piece("", "quoted")] * is_word
             at = end + 1
         elif char == "'" and not quoted:
             if (end := text.find("'", at + 1)) < 0:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tree_sitter
 import tree_sitter_bash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from interop.shell.scope import UNSET, ShellError, marks_of, shown
@@ -99,6 +99,7 @@ def shows(script: Script) -> list[list[str]]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(STATEMENT, min_size=1, max_size=4), min_size=10, max_size=10))
+@example([["f $C two"]])  # one argument: "${@:2}" is no word
 def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
     """Run ten scripts in one bash, each in a subshell; scripts that bash aborts are skipped."""
     shown = '\nshow "$A" "$B" "$C"\nshow end\n'
