@@ -105,6 +105,8 @@ BUILD_MODEL = Stage(
         "dapo_core/draw/encoding.py",
         "dapo_core/machine/device.py",
         "dapo_core/model",
+        "dapo_core/policy/all_to_all.py",
+        "dapo_core/policy/attention.py",
         "eval/answers",
         "eval/problems",
     ),
