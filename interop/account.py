@@ -13,10 +13,9 @@ from interop.foreign_config import (
     Setting,
     default,
     meaningless,
-    nested,
     unsupported,
 )
-from interop.table import BLOCKING, NOT_SET, Fate, Row, Table, load
+from interop.table import BLOCKING, Fate, Row, Table, load
 
 _CONVERSIONS = {"verl": vars(conversions), "mindspeed-rl": vars(conversions_mindspeed)}
 
@@ -41,19 +40,10 @@ class Account:
     entries: tuple[Entry, ...]
     implied: tuple[Entry, ...]
 
-    def of(self, *fates: Fate) -> list[Entry]:
-        """Return the settings with one of these fates."""
-        return [entry for entry in self.entries if entry.fate in fates]
-
     def blocking(self, allowed: Iterable[str] = ()) -> list[Entry]:
         """Return settings and defaults that stop an import, except for allowed keys."""
         entries = [each for each in (*self.entries, *self.implied) if each.fate in BLOCKING]
         return [each for each in entries if not {each.setting.key, each.name} & {*allowed}]
-
-    def tree(self) -> dict[str, Any]:
-        """Return our recipe as sections: the trainer's defaults, overridden by what is set."""
-        entries = (*self.implied, *self.entries)
-        return nested({name: value for each in entries for name, value in each.ours.items()})
 
 
 def account_of(
@@ -214,7 +204,7 @@ def _without_contradictions(entries: list[Entry]) -> list[Entry]:
 def _implied(config: ForeignConfig) -> Iterator[Entry]:
     origin = f"default of {config.table.trainer} {config.version}"
     for row in config.table.rows:
-        has_default = row.defaults.get(config.version, NOT_SET) is not NOT_SET
+        has_default = config.version in row.defaults
         is_ours = row.ours and row.names(config.version) and not row.is_family
         if has_default and is_ours and not config.is_set(row.key):
             value = config[row.key]

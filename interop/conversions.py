@@ -12,14 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from interop.foreign_config import (
-    ForeignConfig,
-    Outcome,
-    default,
-    meaningless,
-    taken,
-    unsupported,
-)
+from interop.foreign_config import ForeignConfig, Outcome, default, meaningless, taken, unsupported
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"

@@ -9,14 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from interop.conversions import as_list, at_least_0, shared_devices, tokens_of
-from interop.foreign_config import (
-    ForeignConfig,
-    Outcome,
-    default,
-    meaningless,
-    taken,
-    unsupported,
-)
+from interop.foreign_config import ForeignConfig, Outcome, default, meaningless, taken, unsupported
 
 __all__ = ["as_list", "at_least_0"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import yaml
 
-from interop.table import NOT_SET, Fate, Table
+from interop.table import Fate, Table
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^}]*))?\}")
 
@@ -31,24 +32,15 @@ class Outcome:
     note: str = ""
 
 
+# Outcomes without a key of ours, given their note; unsupported ones stop an import.
+default = partial(Outcome, "default", {})
+meaningless = partial(Outcome, "meaningless", {})
+unsupported = partial(Outcome, "unsupported", {})
+
+
 def taken(note: str = "", **ours: Any) -> Outcome:
     """Return an outcome with our keys; `__` stands for a dot: `taken(train__num_ranks=8)`."""
     return Outcome("taken", {name.replace("__", "."): value for name, value in ours.items()}, note)
-
-
-def default(note: str) -> Outcome:
-    """Return the outcome of a setting that needs no key of ours."""
-    return Outcome("default", {}, note)
-
-
-def meaningless(note: str) -> Outcome:
-    """Return the outcome of a setting that has no effect here."""
-    return Outcome("meaningless", {}, note)
-
-
-def unsupported(note: str) -> Outcome:
-    """Return an outcome that stops an import."""
-    return Outcome("unsupported", {}, note)
 
 
 @dataclass(frozen=True)
@@ -68,24 +60,21 @@ class ForeignConfig:
         """Return a key's value, set or default, by its newest name; resolves references. None if it
         has none.
         """
-        value = self._plain(key, set())
-        return None if value is NOT_SET else value
+        return self._plain(key, set())
 
     def _plain(self, key: str, followed: set[str]) -> Any:
         if key in self.values:
             value = self.values[key]
         else:
             row = self.table.resolve(key, self.version)
-            value = NOT_SET if row is None else row.defaults.get(self.version, NOT_SET)
+            value = None if row is None else row.defaults.get(self.version)
         match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             return value
         target = self.table.resolve(match[1], self.version)
         name = match[1] if target is None or target.is_family else target.key
-        found = NOT_SET if name in followed else self._plain(name, {*followed, name})
-        if found is not NOT_SET and found is not None:
-            return found
-        return NOT_SET if match[2] is None else yaml.safe_load(match[2])
+        found = None if name in followed else self._plain(name, {*followed, name})
+        return yaml.safe_load(match[2]) if found is None and match[2] is not None else found
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

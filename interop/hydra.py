@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -33,6 +33,8 @@ BARE = re.compile(
     re.ASCII,
 )
 STRIPPED = re.compile(r"[ \t]*((?:\\.|[^\\]|\\$)*?)[ \t]*", re.DOTALL)  # keeps escaped blanks
+WHOLE = ("map_keys", "defaults")  # in YAML, keys whose values are mappings
+ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)
 FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(")
 
 
@@ -167,18 +169,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[Setting]:
+def settings_of_yaml(text: str, name: str) -> list[Setting]:
     """Return the settings of a YAML file, each with its line; a list of strings is a list of
     overrides.
 
-    Keys whose last part is in `whole` hold mappings as values. Raises ForeignConfigError if it is
-    not YAML or has no keys.
+    The guides' tabs and remarks, `true   <------- default`, are dropped. Raises ForeignConfigError
+    if it is not YAML or has no keys.
     """
     try:
-        loader = _Loader(text)
+        loader = _Loader(ARROW.sub("", text.replace("\t", "    ")))
         node = loader.get_single_node()
         if isinstance(node, yaml.MappingNode):
-            return list(_leaves(loader, node, name, whole))
+            return list(_leaves(loader, node, name))
         if isinstance(node, yaml.SequenceNode):
             items = [(loader.construct_object(item, deep=True), item) for item in node.value]
             return [setting_of(str(item), f"{name}:{at.start_mark.line + 1}") for item, at in items]
@@ -188,14 +190,14 @@ def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[
 
 
 def _leaves(
-    loader: _Loader, node: yaml.MappingNode, name: str, whole: Collection[str], prefix: str = ""
+    loader: _Loader, node: yaml.MappingNode, name: str, prefix: str = ""
 ) -> Iterator[Setting]:
     loader.flatten_mapping(node)
     for key_node, value in node.value:
         part = str(loader.construct_object(key_node))
         key = f"{prefix}{part}"
-        if isinstance(value, yaml.MappingNode) and value.value and part not in whole:
-            yield from _leaves(loader, value, name, whole, f"{key}.")
+        if isinstance(value, yaml.MappingNode) and value.value and part not in WHOLE:
+            yield from _leaves(loader, value, name, f"{key}.")
         else:
             origin = f"{name}:{key_node.start_mark.line + 1}"
             yield Setting(key, loader.construct_object(value, deep=True), origin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,34 +23,20 @@ SECTIONS = (
     "msprobe_config",
 )
 PREPROCESS = "preprocess"  # our name for the section of a configs/datasets file, which has none
-_ARROW = re.compile(
-    r"\s<-{2,}.*$", re.MULTILINE
-)  # the guides' remarks after values: <------- on by default
 
 
-def is_mindspeed(text: str) -> bool:
-    """True if a YAML text is (part of) a MindSpeed configuration or one of its data preparation
-    files.
+def is_mindspeed(settings: list[Setting]) -> bool:
+    """True for (part of) a MindSpeed configuration or one of its data preparation files."""
+    names = {setting.key.partition(".")[0].replace("-", "_") for setting in settings}
+    return bool(names & {*SECTIONS}) or _prepares(names) or names <= _home().keys()
+
+
+def sectioned(settings: list[Setting], folder: Path | None = None) -> list[Setting]:
+    """Return the settings with the sections that excerpts leave out.
+
+    Keys of the file that `defaults` names are read from `folder`/model, if it exists, unless
+    `settings` has them.
     """
-    found = re.findall(r"^([ \t]*)([\w.-]+)[ \t]*:", text, re.MULTILINE)
-    least = min((len(indent) for indent, _ in found), default=0)
-    names = {
-        name.replace("-", "_").partition(".")[0] for indent, name in found if len(indent) == least
-    }
-    return (
-        bool(names & set(SECTIONS)) or _prepares(names) or (bool(names) and names <= _home().keys())
-    )
-
-
-def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]:
-    """Return the settings of a YAML text, each with `name:LINE` as its origin.
-
-    Remarks such as `true   <------- default` are dropped. Keys outside a section, as in excerpts,
-    get their section. Keys of the file that `defaults` names are read from `folder`/model, if it
-    exists, unless the text sets them. Raises ForeignConfigError if the text is not a YAML mapping.
-    """
-    plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
-    settings = settings_of_yaml(plain, name, whole=("map_keys", "defaults"))
     settings = list(
         _placed([setting._replace(key=setting.key.replace("-", "_")) for setting in settings])
     )
@@ -86,8 +71,8 @@ def _of_model_files(settings: list[Setting], folder: Path) -> Iterator[Setting]:
     set_names = {setting.key.partition(".")[2] for setting in settings}
     for model in _model_files(settings):
         file = folder / "model" / f"{model}.yaml"
-        read = read_yaml(file.read_text(encoding="utf-8"), file.name) if file.is_file() else []
-        for key, value, origin in read:
+        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+        for key, value, origin in sectioned(settings_of_yaml(text, file.name)):
             if (name := key.removeprefix(f"{model}.")) not in set_names:
                 yield Setting(f"megatron_training.{name}", value, origin)
 

@@ -105,9 +105,8 @@ def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]
     """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in
     `folder`.
     """
-    if mindspeed.is_mindspeed(text):
-        return mindspeed.read_yaml(text, name, folder)
-    return settings_of_yaml(text, name)
+    settings = settings_of_yaml(text, name)
+    return mindspeed.sectioned(settings, folder) if mindspeed.is_mindspeed(settings) else settings
 
 
 def trainer_of(settings: Iterable[Setting]) -> str:

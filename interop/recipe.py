@@ -12,7 +12,7 @@ import yaml
 
 from interop.account import Account, Entry
 from interop.foreign_config import nested
-from interop.table import BLOCKING, NOT_SET
+from interop.table import BLOCKING
 
 
 @dataclass
@@ -43,7 +43,7 @@ def recipe_of(account: Account, defaults: Mapping[str, Any]) -> Recipe:
     for entry in (*account.implied, *account.entries):
         is_implied = entry.setting.origin.startswith("default of ")
         for name, value in entry.ours.items() if entry.fate == "taken" else ():
-            if not (is_implied and name in defaults and defaults[name] == value):
+            if not (is_implied and (name, value) in defaults.items()):
                 recipe.values[name] = value
                 recipe.comments[name] = _comment(entry)
         if not (is_implied or entry.fate == "taken"):
@@ -127,8 +127,7 @@ def changing(implied: Iterable[Entry], defaults: Mapping[str, Any]) -> list[Entr
     return [
         entry
         for entry in implied
-        if entry.fate in BLOCKING
-        or any(defaults.get(name, NOT_SET) != ours for name, ours in entry.ours.items())
+        if entry.fate in BLOCKING or not entry.ours.items() <= defaults.items()
     ]
 
 

@@ -48,14 +48,6 @@ BLOCKING = ("unsupported", "misspelt", "contradicting")  # stop an import unless
 TRAINERS = ("verl", "mindspeed-rl")
 
 
-class _NotSet:
-    def __repr__(self) -> str:
-        return "NOT_SET"
-
-
-NOT_SET: Any = _NotSet()  # for a value that is not set, or that a trainer cannot express
-
-
 @dataclass(frozen=True)
 class Row:
     """One key of another trainer, or a family of keys; the module docstring explains the fields."""
@@ -67,7 +59,7 @@ class Row:
     additions: frozenset[str]
     old: Mapping[str, frozenset[str]]
     ignored: frozenset[str]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # by version; empty if it has none
     ours: tuple[str, ...] = ()
     values: Mapping[Any, Any] = field(default_factory=dict)
     only: tuple[Any, ...] | None = None
@@ -240,9 +232,9 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
         value = fields.get(name, ())
         return tuple(value) if isinstance(value, list | tuple) else (value,)
 
-    default = fields.get("default", NOT_SET)
-    by_version = isinstance(default, dict) and bool(default) and default.keys() <= {*versions}
-    defaults = default if by_version else dict.fromkeys(versions, default)
+    default = fields.get("default")
+    if not (isinstance(default, dict) and default and default.keys() <= {*versions}):
+        default = dict.fromkeys(versions if "default" in fields else (), default)
     return Row(
         key=fields["key"],
         section=section,
@@ -251,7 +243,7 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
         additions=held(fields.get("addition", "")),
         old={name: held(version) for name, version in fields["old"].items()},
         ignored=held(fields.get("ignored", "")),
-        defaults=defaults,
+        defaults=default,
         ours=listed("ours"),
         only=listed("only") if "only" in fields else None,
         **{

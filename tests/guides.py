@@ -4,8 +4,10 @@ tests/data/guides again.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from interop.account import Account, account_of
+from interop.foreign_config import nested
 from interop.read import read_files
 
 FOLDER = Path(__file__).parent / "data/guides"
@@ -17,6 +19,12 @@ def account_at(paths: Sequence[Path]) -> Account:
     """The account of files of another trainer's user."""
     reading = read_files(paths)
     return account_of(reading.settings, reading.trainer, facts={"num_train_rows": ROWS})
+
+
+def tree_of(account: Account) -> dict[str, Any]:
+    """Our keys as sections: the trainer's defaults, overridden by what is set."""
+    entries = (*account.implied, *account.entries)
+    return nested({name: value for each in entries for name, value in each.ours.items()})
 
 
 def text_of(account: Account) -> str:

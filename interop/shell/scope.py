@@ -87,8 +87,6 @@ class Scope:
             return self.positional
         if name == "#":
             return Word(str(len(self.positional)), self.origin)
-        if name in ("BASH_SOURCE", "FUNCNAME"):
-            return [Word(self.name, self.origin)]
         if name in self.variables:
             return self.variables[name]
         if name in self.given:

@@ -429,9 +429,9 @@ class Walk:
             except Leave as leave:
                 leaving.append((leave, self.scope))
         self.conditions = conditions
-        for leave, self.scope in leaving:
-            if leave.how == "break" or not staying:  # a loop that waits for something
-                raise leave
+        for end, self.scope in leaving:
+            if end.how == "break" or not staying:  # a loop that waits for something
+                raise end
         self.scope = merged(staying[0], staying[-1], verdict)
         self.scope.line = before.line
 
@@ -445,9 +445,6 @@ class Walk:
             self.status = verdict + (self.status if isinstance(self.status, str) else "")
 
     def on_test_command(self, node: Any) -> None:
-        if node.children[0].type == "((":
-            self.on_compound_statement(node)
-            return
         tokens = leaves(node, self.source)[1:-1]
         self.status = judge(tokens, self.scope, is_double=node.children[0].type == "[[")
 

@@ -70,7 +70,7 @@ def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
     # the 8B scripts sample with top_p=0.95
     assert settings.sampler.max_staleness == (0 if settings.rollout.top_p < 1 else 3)
     account = account_at([FOLDER / f"{name}.sh"])
-    for entry in account.of("taken"):
+    for entry in account.entries:
         for key, value in entry.ours.items():
             found = settings.model_dump(mode="json")
             for part in key.split("."):

@@ -16,6 +16,7 @@ from interop import conversions, conversions_mindspeed
 from interop.account import Account, account_of
 from interop.foreign_config import Setting
 from interop.table import TRAINERS, Fate, load
+from tests.guides import tree_of
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # The batches and devices of a script for 32 billion parameters.
@@ -85,7 +86,7 @@ def test_adapters_have_verls_scale_and_modules() -> None:
 
 def test_a_frozen_vision_tower_stays_frozen_where_verl_reads_the_key() -> None:
     frozen = {"actor_rollout_ref.actor.freeze_vision_tower": True}
-    assert account("0.7.0")(LARGE | frozen).tree()["train"]["freeze"] == ["vision"]
+    assert tree_of(account("0.7.0")(LARGE | frozen))["train"]["freeze"] == ["vision"]
     assert "train.freeze" not in ours(frozen)  # 0.9 trains the tower in spite of it
 
 
@@ -97,7 +98,7 @@ def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     assert entry.fate == "unsupported"
     known = account(num_train_rows=17398)(settings)
     # 17,398 // 64 = 271 whole batches, 10 times
-    assert known.tree()["train"]["total_steps"] == 2710
+    assert tree_of(known)["train"]["total_steps"] == 2710
     assert not known.blocking()
 
 
@@ -155,7 +156,8 @@ def test_a_path_to_resume_from_must_be_set() -> None:
 
 def test_two_values_for_a_key_of_ours_are_reported() -> None:
     settings = {"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096}
-    found = account()(LARGE | settings).of("contradicting")
+    entries = account()(LARGE | settings).entries
+    found = [entry for entry in entries if entry.fate == "contradicting"]
     assert {entry.setting.key for entry in found} == settings.keys()
     assert "would be 4096, but data.max_response_length makes it 20480" in found[-1].note
 
@@ -203,7 +205,7 @@ def test_the_last_value_of_a_key_wins() -> None:
     )
     found = account_of([first, last], "verl")
     assert [entry.fate for entry in found.entries] == ["meaningless", "taken"]
-    assert found.tree()["checkpoint"]["save_every"] == 20
+    assert tree_of(found)["checkpoint"]["save_every"] == 20
 
 
 def test_a_section_is_split_into_keys() -> None:

@@ -12,9 +12,11 @@ import yaml
 from interop import ForeignConfigError
 from interop.account import Account, account_of
 from interop.foreign_config import Setting
-from interop.mindspeed import is_mindspeed, read_yaml
-from interop.read import read_files
-from interop.table import NOT_SET, load
+from interop.hydra import settings_of_yaml
+from interop.mindspeed import is_mindspeed
+from interop.read import config_of, read_files
+from interop.table import load
+from tests.guides import tree_of
 
 CLASSES = Path(__file__).resolve().parents[1] / "data" / "mindspeed_classes.yaml"
 GUIDES = Path(__file__).resolve().parents[1] / "data" / "guides"
@@ -25,7 +27,7 @@ OF_IMAGES = "mindspeed_mm_qwen25vl_7b.yaml"
 
 
 def account(*texts: str) -> Account:
-    settings = [setting for text in texts for setting in read_yaml(text, "x.yaml")]
+    settings = [setting for text in texts for setting in config_of(text, "x.yaml")]
     return account_of(settings, "mindspeed-rl")
 
 
@@ -35,7 +37,6 @@ def only(text: str) -> Any:
 
 
 def test_the_guide_is_accounted_for() -> None:
-    assert all(is_mindspeed((GUIDES / name).read_text(encoding="utf-8")) for name in FILES)
     reading = read_files([GUIDES / name for name in FILES])
     assert reading.trainer == "mindspeed-rl"
     accounted = account_of(reading.settings, reading.trainer)
@@ -46,7 +47,7 @@ def test_the_guide_is_accounted_for() -> None:
 def test_training_with_images_is_taken_but_not_its_prepared_rows() -> None:
     """MindSpeed-MM copies MindSpeed-RL's classes."""
     text = f"{(GUIDES / OF_IMAGES).read_text(encoding='utf-8')}\nrl_config: {{is_multimodal: true}}"
-    refused = {entry.setting.key for entry in account(text).of("unsupported")}
+    refused = {each.setting.key for each in account(text).entries if each.fate == "unsupported"}
     assert "megatron_training.data_path" in refused
     assert "rl_config.is_multimodal" not in refused
 
@@ -67,8 +68,8 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
     assert reading.notes == [f"{OF_IMAGES} is ignored: the command selects another configuration"]
     accounted = account_of(reading.settings, reading.trainer)
     assert accounted.blocking() == []
-    assert accounted.tree()["rollout"]["group_size"] == 16
-    assert accounted.tree()["data"]["train"] == ["./dataset/dapo-math-17k.parquet"]
+    assert tree_of(accounted)["rollout"]["group_size"] == 16
+    assert tree_of(accounted)["data"]["train"] == ["./dataset/dapo-math-17k.parquet"]
 
 
 CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -171,17 +172,16 @@ def test_the_model_file_sets_keys_that_nothing_else_sets(tmp_path: Path) -> None
         "small:\n  num_layers: 2\n  adam_beta2: 0.95\n  seed: 1\n"
     )
     text = "defaults:\n  - model:\n      - small\nmegatron_training:\n  model: small\n  seed: 7\n"
-    settings = read_yaml(text, "run.yaml", tmp_path)
+    settings = config_of(text, "run.yaml", tmp_path)
     assert Setting("megatron_training.adam_beta2", 0.95, "small.yaml:3") in settings
     assert [each.value for each in settings if each.key.endswith(".seed")] == [7]
-    assert account_of(settings, "mindspeed-rl").tree()["train"]["adam_beta2"] == 0.95
+    assert tree_of(account_of(settings, "mindspeed-rl"))["train"]["adam_beta2"] == 0.95
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "rl_config: [", "just text"])
 def test_other_yaml_is_refused(text: str) -> None:
     with pytest.raises(ForeignConfigError, match=r"run\.yaml"):
-        read_yaml(text, "run.yaml")
-    assert not is_mindspeed(text) or "rl_config" in text
+        config_of(text, "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_other_yaml_is_refused(text: str) -> None:
     ],
 )
 def test_other_configurations_are_not_taken_for_mindspeed(text: str) -> None:
-    assert not is_mindspeed(text)
+    assert not is_mindspeed(settings_of_yaml(text, "x.yaml"))
 
 
 def test_tabs_bom_and_anchors_are_read() -> None:
@@ -202,7 +202,7 @@ def test_tabs_bom_and_anchors_are_read() -> None:
         "x: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
     )
     text = text.replace("\n", "\r\n")
-    settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}
+    settings = {setting.key: setting for setting in config_of(text, "x.yaml")}
     assert settings["rl_config.n_samples_per_prompt"] == (
         "rl_config.n_samples_per_prompt",
         8,
@@ -226,7 +226,7 @@ def test_every_key_of_the_classes_has_a_row() -> None:
     for key, (kind, default) in key_list().items():
         row = table.find(key, table.newest)
         assert row is not None, key
-        if row.defaults[table.newest] is not NOT_SET and not row.is_family:
+        if table.newest in row.defaults and not row.is_family:
             assert row.defaults[table.newest] == default, key
         assert kind in ("bool", "int", "float", "str", "list", "dict")
     known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from interop.table import NOT_SET, Row, load
+from interop.table import Row, load
 from tests.verl_wheels import verl_folder
 
 TABLE = load("verl")
@@ -126,14 +126,13 @@ def test_defaults_match_the_wheels(version: str) -> None:
             if isinstance(of_fsdp.get(name), str | int | float)
         }
         known |= {str(of_fsdp[name]) for name in row.names(version) if name in of_fsdp}
-        default = row.defaults.get(version, NOT_SET)
         if (
-            default is not NOT_SET
+            version in row.defaults
             and row.names(version)
             and version in row.versions
-            and not_in(default, known)
+            and not_in(row.defaults[version], known)
         ):
-            wrong[row.key] = (default, known)
+            wrong[row.key] = (row.defaults[version], known)
     assert wrong == {}
 
 
