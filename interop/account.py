@@ -63,7 +63,10 @@ def account_of(
     flat = list(split_sections(settings, table))
     version = _version_of(flat, table) if version is None else table.require_version(version)
     rows = [table.resolve(setting.key, version) for setting in flat]
-    named = [(each, row, _name(each, row)) for each, row in zip(flat, rows, strict=True)]
+    named = [
+        (each, row, each.key if row is None or row.is_family else row.key)
+        for each, row in zip(flat, rows, strict=True)
+    ]
     last = {name: setting for setting, _, name in named}
     values = {name: setting.value for name, setting in last.items()}
     config = ForeignConfig(table, version, values, facts or {})
@@ -141,10 +144,6 @@ def _version_of(settings: Sequence[Setting], table: Table) -> str:
     )
 
 
-def _name(setting: Setting, row: Row | None) -> str:
-    return setting.key if row is None or row.is_family else row.key
-
-
 def _entry(
     setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig
 ) -> Entry:
@@ -154,7 +153,7 @@ def _entry(
         fate: Fate = "meaningless" if setting.key == last.key else "contradicting"
         outcome = Outcome(fate, {}, f"{last.origin} sets {last.key}={last.value}")
     else:
-        value = config[name] if _is_reference(setting.value) else setting.value
+        value = config[name] if str(setting.value).startswith("${") else setting.value
         outcome = outcome_of(row, setting.key, value, config)
         held = config.table.versions_of(setting.key)
         if config.version not in held:
@@ -177,10 +176,6 @@ def _unknown(setting: Setting, table: Table) -> Outcome:
         return Outcome("ignored-by-trainer", {}, note)
     hint = f"did you mean {near}?" if near else f"no version of {table.trainer} has it"
     return Outcome("misspelt", {}, hint)
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("${")
 
 
 def _without_contradictions(entries: list[Entry]) -> list[Entry]:

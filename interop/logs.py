@@ -94,6 +94,26 @@ class _Open:
     text: str  # after the step number
     widths: list[int]  # characters of each of its lines
 
+    def joins(self, line: str) -> bool:
+        """Append a continuation line; False if the line is not one.
+
+        A continuation adds items or completes a truncated one. A line of digits completes a
+        truncated number if at least the two lines before it have the same width.
+        """
+        mark, item = self.form.mark, self.form.item
+        begins = line.lstrip().startswith(f"{mark} ")
+        joined = self.text + (" " if begins or self.text.endswith(f" {mark}") else "") + line
+        if len(_items(self.form, joined)[0]) > len(_items(self.form, self.text)[0]):
+            is_cut = item.match(self.form.parts(self.text)[-1]) is None
+            is_next = begins or is_cut or len(self.form.parts(line)) > 1
+        else:
+            number = re.fullmatch(rf"[\d.e+-]+\)?(\s{re.escape(mark)}.*)?", line)
+            is_wrapped = len(self.widths) > 1 and len(set(self.widths)) == 1
+            is_next = number is not None and bool(number[1] or is_wrapped)
+        self.text = joined
+        self.widths.append(len(line))
+        return is_next
+
 
 class LogParser:
     """Turns log lines into records as they arrive; keeps only the last record of each process.
@@ -115,33 +135,19 @@ class LogParser:
         text = _ESCAPES.sub("", line).rstrip("\r\n")
         process = match[0].strip() if (match := _PROCESS.match(text)) else ""
         body = text[match.end() :] if match else text
-        begun = _begun(body) if has_hint else None
-        if begun is not None:
-            self._open[process] = begun
-            return self._read(process)
-        if process not in self._open or not body.strip():
+        record = _begun(body) if has_hint else None
+        if record is None and body.strip():
+            record = self._open.pop(process, None)
+            record = record if record and record.joins(body) else None
+        if record is None:
             return None
-        waiting = self._open[process]
-        joined = _joined(waiting, body)
-        if joined is None:
-            del self._open[process]
-            return None
-        waiting.text = joined
-        waiting.widths.append(len(body))
-        return self._read(process)
-
-    def _read(self, process: str) -> Record | None:
-        """Return the process's record so far; close it if other text follows its last value."""
-        record = self._open[process]
         metrics, is_ended = _items(record.form, record.text)
+        self._open[process] = record
         if is_ended or len(record.text) > _MAX_JOINED_CHARS:
             del self._open[process]
         trainer = record.form.trainer
-        return (
-            Record(record.step, _renamed(trainer, metrics), trainer, record.num_steps)
-            if metrics
-            else None
-        )
+        named = _renamed(trainer, metrics)
+        return Record(record.step, named, trainer, record.num_steps) if metrics else None
 
 
 def _begun(line: str) -> _Open | None:
@@ -171,37 +177,19 @@ def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
     return metrics, form.item.match(last) is None and not is_cut
 
 
-def _joined(record: _Open, line: str) -> str | None:
-    """Return the record's text joined with its continuation line, None if the line is not one.
-
-    A continuation adds items or completes a truncated one. A line of digits completes a truncated
-    number if at least the two lines before it have the same width.
-    """
-    form, text = record.form, record.text
-    last = form.parts(text)[-1]
-    begins = line.lstrip().startswith(f"{form.mark} ")
-    joined = text + (" " if begins or text.endswith(f" {form.mark}") else "") + line
-    if len(_items(form, joined)[0]) > len(_items(form, text)[0]):
-        is_cut = form.item.match(last) is None
-        return joined if begins or is_cut or len(form.parts(line)) > 1 else None
-    number = re.fullmatch(rf"[\d.e+-]+\)?(\s{re.escape(form.mark)}.*)?", line)
-    is_wrapped = len(record.widths) > 1 and len(set(record.widths)) == 1
-    return joined if number and (number[1] or is_wrapped) else None
-
-
 def _json_record(line: str) -> Record | None:
     """Return the record of a line of our metrics.jsonl or of verl's file logger."""
     with contextlib.suppress(ValueError):
         row = json.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int:
+            step = row.pop("step")
             is_verl = isinstance(row.get("data"), dict)
-            values = row["data"] if is_verl else {key: row[key] for key in row if key != "step"}
+            values = row["data"] if is_verl else row
             numbers = {
                 key: float(value) for key, value in values.items() if isinstance(value, int | float)
             }
-            if is_verl:
-                return Record(row["step"], _renamed("verl", numbers), "verl")
-            return Record(row["step"], numbers, "")
+            named = _renamed("verl", numbers) if is_verl else numbers
+            return Record(step, named, "verl" if is_verl else "")
     return None
 
 
