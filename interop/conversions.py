@@ -306,19 +306,8 @@ ESTIMATORS = {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
 }
-LOSSES = {
-    "vanilla": "dapo",
-    "gspo": "gspo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "geo_mean": "gmpo",
-    "dppo_tv": "dppo-tv",
-    "clip_cov": "clip-cov",
-    "kl_cov": "kl-cov",
-    "dro": "dro",
-    "gpg": "reinforce",
-}
 _UNCLIPPED = ("sapo", "kl_cov", "dro", "gpg")
+_NO_DUAL_CLIP = (*_UNCLIPPED, "gspo", "cispo", "geo_mean", "clip_cov")
 
 
 def advantage(value: Any, config: ForeignConfig) -> Any:
@@ -342,8 +331,7 @@ def _clip(ours: str, of_dppo: str) -> Callable[[Any, ForeignConfig], Any]:
         loss = config[f"{ACTOR}.policy_loss.loss_mode"]
         if loss == "dppo_tv":
             return Outcome("taken", {f"algorithm.dppo_tv.{of_dppo}": value})
-        is_dual_only = ours == "clip_ratio_dual" and loss in LOSSES and loss != "vanilla"
-        if loss in _UNCLIPPED or is_dual_only:
+        if loss in (_NO_DUAL_CLIP if ours == "clip_ratio_dual" else _UNCLIPPED):
             return meaningless(f"loss_mode={loss} does not read it")
         return Outcome("taken", {f"algorithm.{ours}": value})
 

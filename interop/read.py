@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,12 +36,10 @@ REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass
 class Training:
-    """A training command: its environment and conditions, and its settings in order."""
+    """A command that starts a training, its program, and its settings in order."""
 
-    origin: str
-    command: str
-    environment: dict[str, str]
-    conditions: tuple[str, ...]
+    command: Command
+    program: str
     settings: list[Setting] = field(default_factory=list)
     config_names: list[Word] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -138,7 +136,7 @@ def _of_scripts(
     started = {name for script in read for name in script.started}
     read = [script for script in read if script.name not in started] or read[:1]
     script, chosen = _one(read, training)
-    settings, notes = chosen.settings, chosen.notes
+    settings, notes, origin = chosen.settings, chosen.notes, chosen.command.origin
     for word in chosen.config_names:
         config, note = _config(word, script, configs)
         settings = [*config, *settings]
@@ -149,14 +147,15 @@ def _of_scripts(
     settings, without = _settled(settings, script)
     _require_known(settings, script)
     if not settings:
-        why = f"{chosen.origin}: the command sets no training keys; also give its YAML"
+        why = f"{origin}: the command sets no training keys; also give its YAML"
         raise ForeignConfigError("\n".join([why, *notes]))
-    before = [note for note in script.notes if _line(note) <= _line(chosen.origin)]
+    before = [note for note in script.notes if _line(note) <= _line(origin)]
     kept = [
         f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}"
         for name, at in script.kept.items()
     ]
-    environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
+    known = chosen.command.environment.items()
+    environment = {name: text for name, text in known if not marks_of(text)}
     settings = _resolved(settings, environment, given)
     notes = [*before, *kept, *notes, *without]
     return Reading(settings, trainer_of(settings), environment, notes)
@@ -195,15 +194,15 @@ def trainings_of(script: Script) -> list[Training]:
                 f"{command.origin}: {first[:60]!r} is read as a separate command: the line "
                 "before it lacks a backslash at its end, or has a space after it"
             )
-        has_keys = sum(map(_is_key, texts)) > 1
         is_other = starts_nothing(first) or any(map(OTHER_ENTRY.fullmatch, rest))
-        if not is_other and (has_keys or _entry(texts) is not None):
-            found.append(_training(command, script))
+        if not is_other and (entry := _entry(texts)) is not None:
+            found.append(_training(command, entry, script))
     return found
 
 
 def _entry(texts: Sequence[str]) -> int | None:
-    """Return the place of the trainer's entry point: after `-m` or an interpreter.
+    """Return the place of the trainer's entry point: after `-m` or an interpreter, or before
+    several of verl's keys.
 
     As an argument of another program, such as `-m py_compile`, it must be followed by settings.
     """
@@ -219,27 +218,25 @@ def _entry(texts: Sequence[str]) -> int | None:
         )
         if before[-1] == "-m" or (is_run and (not is_argument or has_settings)):
             return at
-    return None
+    if sum(map(_is_key, texts)) < 2:
+        return None
+    starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
+    starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
+    overrides = (at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text))
+    return starts[-1] if starts else next(overrides) - 1
 
 
 def _is_key(text: str) -> bool:
     """True for an override of a key in one of verl's sections."""
     root = re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
-    return LIKE_OVERRIDE.fullmatch(text) is not None and load("verl").has_section(root)
+    return LIKE_OVERRIDE.fullmatch(text) is not None and root in load("verl").sections
 
 
-def _training(command: Command, script: Script) -> Training:
-    texts = [word.text for word in command.words]
-    entry = _entry(texts)
-    if entry is None:
-        entry = next(at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text)) - 1
-        starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
-        starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
-        entry = starts[-1] if starts else entry
-    command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
-    own = dict(text.split("=", 1) for text in texts[:entry] if VARIABLE.match(text))
-    environment = {**command.environment, **own}
-    found = Training(command.origin, command_text, environment, command.conditions)
+def _training(command: Command, entry: int, script: Script) -> Training:
+    texts = [word.text for word in command.words[: entry + 1]]
+    own = dict(text.split("=", 1) for text in texts[:-1] if VARIABLE.match(text))
+    command = replace(command, environment={**command.environment, **own})
+    found = Training(command, " ".join(shown(text, script.unknowns) for text in texts))
     words = iter(command.words[entry + 1 :])
     for word in words:
         option, equal, value = word.text.partition("=")
@@ -266,8 +263,9 @@ def _one(read: list[Script], training: int | None) -> tuple[Script, Training]:
     if training is None and len(found) > 1:
         lines = [f"found {len(found)} trainings; select one with FILE#N:"]
         for number, (_, each) in enumerate(found, start=1):
-            conditions = f" (if {' and '.join(each.conditions)})" if each.conditions else ""
-            lines.append(f"  {number}. {each.origin}: {each.command}{conditions}")
+            tests = each.command.conditions
+            conditions = f" (if {' and '.join(tests)})" if tests else ""
+            lines.append(f"  {number}. {each.command.origin}: {each.program}{conditions}")
         raise ForeignConfigError("\n".join(lines))
     if training is not None and not 1 <= training <= len(found):
         raise ForeignConfigError(f"no training {training}: found {len(found)}")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from interop.account import Account, Entry
-from interop.foreign_config import nested
+from interop.foreign_config import Setting, nested
 from interop.table import BLOCKING
 
 
@@ -45,20 +45,18 @@ def recipe_of(account: Account, defaults: Mapping[str, Any]) -> Recipe:
         for name, value in entry.ours.items() if entry.fate == "taken" else ():
             if not (is_implied and (name, value) in defaults.items()):
                 recipe.values[name] = value
-                recipe.comments[name] = _comment(entry)
+                note = f"; {entry.note}" if entry.note else ""
+                recipe.comments[name] = f"{_shown(entry.setting)}{note}"
         if not (is_implied or entry.fate == "taken"):
             recipe.left.append(entry)
     return recipe
 
 
-def _comment(entry: Entry) -> str:
-    note = f"; {entry.note}" if entry.note else ""
-    return f"{entry.setting.origin} {entry.setting.key}={_short(entry.setting.value)}{note}"
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _shown(setting: Setting) -> str:
+    """Return a setting on one line, with its origin."""
+    text = " ".join(str(setting.value).split())
+    value = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"{setting.origin} {setting.key}={value}"
 
 
 def tiny_of(recipe: Recipe) -> Recipe:
@@ -92,14 +90,10 @@ def written(recipe: Recipe, header: Sequence[str]) -> str:
     lines += _section(recipe.tree, recipe.comments, "")
     if recipe.left:
         lines += ["# Not in this recipe:"]
-        lines += [f"# {_comment_of_left(entry)}" for entry in recipe.left]
+    for entry in recipe.left:
+        text = f"# {_shown(entry.setting)}: {entry.fate}; {entry.note}"
+        lines.append(text.replace("\n", " "))
     return "\n".join(lines) + "\n"
-
-
-def _comment_of_left(entry: Entry) -> str:
-    setting = entry.setting
-    text = f"{setting.origin} {setting.key}={_short(setting.value)}: {entry.fate}; {entry.note}"
-    return text.replace("\n", " ")
 
 
 def _section(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> Iterator[str]:

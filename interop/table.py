@@ -147,10 +147,6 @@ class Table:
         )
         return group if group != name or "/" in group or is_section else None
 
-    def has_section(self, name: str) -> bool:
-        """True for the first part of a key."""
-        return name in self._sections
-
     def nearest(self, name: str) -> str | None:
         """Return the closest known name, first among those with the same last part; None if none is
         close.
@@ -163,7 +159,8 @@ class Table:
         return None
 
     @functools.cached_property
-    def _sections(self) -> set[str]:
+    def sections(self) -> set[str]:
+        """The first parts of all keys."""
         return {name.partition(".")[0] for row in self.rows for name in row.names()}
 
     @functools.cached_property
@@ -209,19 +206,11 @@ def _rows(
         for fields in section["rows"]:
             for key in fields["key"] if isinstance(fields["key"], list) else [fields["key"]]:
                 names = {key: fields.get("in", "-"), **fields.get("old", {})}
-                old = dict(fields.get("old", {})) | _elsewhere(names, aliases)
-                yield _row({**fields, "key": key, "old": old}, section["title"], versions)
-
-
-def _elsewhere(names: Mapping[str, Any], aliases: Sequence[str]) -> dict[str, Any]:
-    """Return the names in the other alias sections, with their versions."""
-    parts = {name: name.partition(".") for name in names}
-    return {
-        f"{other}.{rest}": names[name]
-        for name, (section, _, rest) in parts.items()
-        for other in aliases
-        if section in aliases and other != section
-    }
+                for name, held in list(names.items()):
+                    first, _, rest = name.partition(".")
+                    names |= {f"{each}.{rest}": held for each in aliases if first in aliases}
+                del names[key]
+                yield _row({**fields, "key": key, "old": names}, section["title"], versions)
 
 
 def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row:

@@ -154,9 +154,7 @@ def _words_of(scope: Scope, name: str, index: str | None) -> list[Word] | None:
     """Return the texts of a variable, several for a whole array; None if it is not set."""
     value = scope.look_up(name)
     if name in EVERY_ITEM or index in EVERY_ITEM:
-        if value is None:
-            return None
-        return list(value) if isinstance(value, list) else [value]
+        return [value] if isinstance(value, Word) else value
     at = "0" if index is None else number(scope, index)
     text = marks_of(at) or scope.text_of(name, at)
     if text is None:
