@@ -88,7 +88,8 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     if row.is_family and (value is None or value == {}) and key == row.key.removesuffix(".*"):
         return default("empty")
     if row.when is not None and (why := _off(row.when, config)):
-        return meaningless(why)
+        off = Outcome("taken", dict.fromkeys(row.ours, row.without), row.change)
+        return meaningless(why) if row.without is None else off
     if row.convert is not None:
         return _converted(row, row.convert, value, config)
     if value is None and None not in row.values and row.ours:
@@ -121,7 +122,8 @@ def _converted(row: Row, name: str, value: Any, config: ForeignConfig) -> Outcom
         return unsupported(f"cannot be converted with the keys it depends on: {error}")
     if not isinstance(found, Outcome):
         found = Outcome("taken", dict.fromkeys(row.ours, found))
-    return found if found.note or found.fate != "taken" else replace(found, note=row.change)
+    notes = {"taken": row.change, "default": row.unset}
+    return replace(found, note=found.note or notes.get(found.fate, ""))
 
 
 def split_sections(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:

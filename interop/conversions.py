@@ -71,20 +71,8 @@ def before_training(value: Any, config: ForeignConfig) -> Any:
     return bool(value)
 
 
-def _positive(otherwise: str) -> Callable[[Any, ForeignConfig], Any]:
-    """Return the conversion of a number whose null, 0 and negative values mean `otherwise`."""
-
-    def convert(value: Any, config: ForeignConfig) -> Any:
-        return int(value) if value is not None and int(value) > 0 else default(otherwise)
-
-    return convert
-
-
-all_if_negative = _positive("all prompts")
-kept = _positive("keeps all there; here the newest checkpoint.keep_last")
-save_every = _positive(
-    "never saves there; here checkpoint.save_every applies, since resume and merge need checkpoints"
-)
+def at_least_1(value: Any, config: ForeignConfig) -> Any:
+    return int(value) if value is not None and int(value) > 0 else default()
 
 
 def rollout_files(value: Any, config: ForeignConfig) -> Outcome:
@@ -109,17 +97,6 @@ def trackers(value: Any, config: ForeignConfig) -> Any:
     if unknown:
         return unsupported(f"train.trackers takes {', '.join(TRACKERS)}, not {', '.join(unknown)}")
     return [name for name in names if name in TRACKERS]
-
-
-def _of_validation(greedy: Any) -> Callable[[Any, ForeignConfig], Any]:
-    def convert(value: Any, config: ForeignConfig) -> Any:
-        return value if config[f"{ROLLOUT}.val_kwargs.do_sample"] else greedy
-
-    return convert
-
-
-val_temperature, val_top_p = _of_validation(0.0), _of_validation(1.0)
-val_top_k, val_n = _of_validation(-1), _of_validation(1)
 
 
 def val_do_sample(value: Any, config: ForeignConfig) -> Any:
@@ -185,11 +162,13 @@ def _is_warmup_of_steps(config: ForeignConfig) -> bool:
 def warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
     if not _is_warmup_of_steps(config):
         return default(f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
-    updates = updates_per_step(config)
-    return taken(
-        f"{value} training steps x {updates} optimizer steps each",
-        train__warmup_steps=int(value) * updates,
-    )
+    return warmup(value, int(value), updates_per_step(config))
+
+
+def warmup(said: Any, num_steps: int, updates: int) -> Outcome:
+    """Return the outcome for warm-up over `num_steps` training steps of `updates` each."""
+    note = f"{said} training steps x {updates} optimizer steps each"
+    return taken(note, train__warmup_steps=num_steps * updates)
 
 
 def warmup_ratio(value: Any, config: ForeignConfig) -> Any:
@@ -201,11 +180,7 @@ def warmup_ratio(value: Any, config: ForeignConfig) -> Any:
         return unsupported(
             "a fraction of an unknown number of steps; set trainer.total_training_steps"
         )
-    updates = updates_per_step(config)
-    return taken(
-        f"{value} of {total} training steps x {updates} optimizer steps each",
-        train__warmup_steps=int(value * total) * updates,
-    )
+    return warmup(f"{value} of {total}", int(value * total), updates_per_step(config))
 
 
 def _total_steps(config: ForeignConfig) -> int | None:

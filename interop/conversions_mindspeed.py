@@ -5,10 +5,9 @@ verl's keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-from interop.conversions import as_list, at_least_0, shared_devices, tokens_of
+from interop.conversions import as_list, at_least_0, shared_devices, tokens_of, warmup
 from interop.foreign_config import ForeignConfig, Outcome, default, meaningless, taken, unsupported
 
 __all__ = ["as_list", "at_least_0"]
@@ -74,25 +73,15 @@ def ms_stage(value: Any, config: ForeignConfig) -> Outcome:
     return unsupported("only DAPO (ray_dapo) and GRPO (ray_grpo) are supported")
 
 
-def _with_reference(convert: Callable[[Any, ForeignConfig], Any]) -> Callable[..., Any]:
-    """Wrap a conversion of a key that MindSpeed's DAPO does not read."""
-
-    def converted(value: Any, config: ForeignConfig) -> Any:
-        if _is_dapo(config):
-            return meaningless(NO_REFERENCE)
-        return convert(value, config)
-
-    return converted
-
-
 def ms_kl_in_reward(value: Any, config: ForeignConfig) -> Any:
     if not value:
         return default(f"{RL}.init_kl_coef applies")
     return meaningless(NO_REFERENCE) if _is_dapo(config) else "reward"
 
 
-@_with_reference
 def ms_kl_coef(value: Any, config: ForeignConfig) -> Outcome:
+    if _is_dapo(config):
+        return meaningless(NO_REFERENCE)
     in_reward = bool(config[f"{RL}.use_kl_in_reward"])
     if not value and not in_reward:
         return taken(algorithm__kl__place="off")
@@ -100,15 +89,17 @@ def ms_kl_coef(value: Any, config: ForeignConfig) -> Outcome:
     return taken(algorithm__kl__place=place, algorithm__kl__coefficient=value)
 
 
-@_with_reference
 def ms_kl_penalty(value: Any, config: ForeignConfig) -> Any:
+    if _is_dapo(config):
+        return meaningless(NO_REFERENCE)
     if value not in _ESTIMATORS:
         return unsupported(f"algorithm.kl.estimator takes {', '.join(_ESTIMATORS)}")
     return value
 
 
-@_with_reference
 def ms_kl_control(value: Any, config: ForeignConfig) -> Any:
+    if _is_dapo(config):
+        return meaningless(NO_REFERENCE)
     if config[f"{RL}.kl_ctrl_type"] != "adaptive":
         return default("the coefficient is fixed")
     if not config[f"{RL}.use_kl_in_reward"]:
@@ -152,11 +143,8 @@ def ms_min_lr(value: Any, config: ForeignConfig) -> Any:
 def ms_warmup(value: Any, config: ForeignConfig) -> Any:
     if not value:
         return 0
-    steps, updates = int(config[f"{MEGATRON}.train_iters"]), _updates(config)
-    return taken(
-        f"{value} of {steps} training steps x {updates} optimizer steps each",
-        train__warmup_steps=round(float(value) * steps) * updates,
-    )
+    steps = int(config[f"{MEGATRON}.train_iters"])
+    return warmup(f"{value} of {steps}", round(float(value) * steps), _updates(config))
 
 
 def ms_expert_parallel(value: Any, config: ForeignConfig) -> bool:

@@ -32,7 +32,7 @@ class Outcome:
     note: str = ""
 
 
-# Outcomes without a key of ours, given their note; unsupported ones stop an import.
+# Outcomes without a key of ours, from their note; unsupported ones stop an import.
 default = partial(Outcome, "default", {})
 meaningless = partial(Outcome, "meaningless", {})
 unsupported = partial(Outcome, "unsupported", {})

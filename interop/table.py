@@ -14,9 +14,11 @@ trainer that silently ignores unknown keys. A row:
     only     values for which the fate applies; others are unsupported
     ignored  versions in which the trainer never reads the key
     when     their switch, or `{key: value}`; while it is off, they do not read the key
+    without  our value while it is off
     ours     our key, or a list of them
     values   map of their values to ours
     convert  name of a function in interop/conversions, where `values` is not enough
+    unset    what applies here if their value means none
     default  their default value; or `{version: value}`
     change   a sentence on how the unit changes
     reason   why the fate is what it is
@@ -64,7 +66,9 @@ class Row:
     values: Mapping[Any, Any] = field(default_factory=dict)
     only: tuple[Any, ...] | None = None
     when: str | Mapping[str, str] | None = None
+    without: Any = None
     convert: str | None = None
+    unset: str = ""
     change: str = ""
     reason: str = ""
 
@@ -237,7 +241,7 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
         only=listed("only") if "only" in fields else None,
         **{
             name: fields[name]
-            for name in ("values", "when", "convert", "change", "reason")
+            for name in ("values", "when", "without", "convert", "unset", "change", "reason")
             if name in fields
         },
     )

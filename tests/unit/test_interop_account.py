@@ -259,7 +259,7 @@ def test_settings_that_verl_ignores_are_not_imported() -> None:
 def test_every_row_has_a_key_of_ours_or_a_fate_with_a_reason(trainer: str) -> None:
     file = Path(interop.__file__).parent / "keys" / f"{trainer.replace('-', '_')}.yaml"
     fields = {"key", "in", "addition", "old", "fate", "only", "ignored", "when", "ours", "values"}
-    fields |= {"convert", "default", "change", "reason"}
+    fields |= {"convert", "default", "change", "reason", "without", "unset"}
     for section in yaml.safe_load(file.read_text(encoding="utf-8"))["sections"]:
         for row in section["rows"]:
             assert row.keys() <= fields, row
