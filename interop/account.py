@@ -73,12 +73,7 @@ def account_of(
     entries = [_entry(setting, row, name, last[name], config) for setting, row, name in named]
     entries = _without_contradictions(entries)
     set_keys = {ours for entry in entries for ours in entry.ours}
-    implied = [
-        entry
-        for entry in _implied(config)
-        if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys
-    ]
-    return Account(trainer, version, tuple(entries), tuple(implied))
+    return Account(trainer, version, tuple(entries), tuple(_implied(config, set_keys)))
 
 
 def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome:
@@ -90,19 +85,19 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     if row.when is not None and (why := _off(row.when, config)):
         off = Outcome("taken", dict.fromkeys(row.ours, row.without), row.change)
         return meaningless(why) if row.without is None else off
-    if row.convert is not None:
-        return _converted(row, row.convert, value, config)
-    if value is None and None not in row.values and row.ours:
+    if value is None and None not in row.values and row.ours and row.convert is None:
         return default("unset")
     if row.values and value not in list(row.values):
-        known = ", ".join(str(each) for each in row.values)
+        known = ", ".join("null" if each is None else str(each) for each in row.values)
         return unsupported(f"known are {known}. {row.reason}".strip())
+    value = row.values[value] if row.values else value
+    if row.convert is not None:
+        return _converted(row, row.convert, value, config)
     if row.only is not None and value not in row.only:
         return unsupported(row.reason)
     if not row.ours:
         return Outcome(row.fate, {}, row.reason)
     below = key.removeprefix(row.key.removesuffix("*")) if row.is_family else ""
-    value = row.values[value] if row.values else value
     ours = {name.removesuffix("*") + below: value for name in row.ours}
     return Outcome("taken", ours, row.change)
 
@@ -198,14 +193,15 @@ def _without_contradictions(entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def _implied(config: ForeignConfig) -> Iterator[Entry]:
+def _implied(config: ForeignConfig, set_keys: set[str]) -> Iterator[Entry]:
+    """Yield the defaults that set a key of ours beyond `set_keys`, or stop an import."""
     origin = f"default of {config.table.trainer} {config.version}"
     for row in config.table.rows:
         has_default = config.version in row.defaults
         is_ours = row.ours and row.names(config.version) and not row.is_family
-        if has_default and is_ours and not config.is_set(row.key):
+        if has_default and is_ours and row.key not in config.values:
             value = config[row.key]
             outcome = outcome_of(row, row.key, value, config)
-            if outcome.fate in ("taken", *BLOCKING):
+            if outcome.fate in BLOCKING or outcome.ours.keys() - set_keys:
                 setting = Setting(row.key, value, origin)
                 yield Entry(setting, outcome.fate, outcome.ours, outcome.note, row.key)

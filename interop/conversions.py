@@ -76,19 +76,15 @@ def at_least_1(value: Any, config: ForeignConfig) -> Any:
 
 
 def rollout_files(value: Any, config: ForeignConfig) -> Outcome:
-    if not value:
-        return default("saves none there; here train.save_rollouts_every applies")
-    return taken(train__save_rollouts_every=1, train__num_saved_prompts=None)
+    saved = taken(train__save_rollouts_every=1, train__num_saved_prompts=None)
+    return saved if value else default()
 
 
 def resume(value: Any, config: ForeignConfig) -> Any:
-    path = config["trainer.resume_from_path"]
-    if value == "resume_path":
-        return (
-            str(path) if path else unsupported("needs trainer.resume_from_path, which is not set")
-        )
-    known = {"auto": "auto", "disable": "never"}
-    return known.get(value) or unsupported("known are auto, disable and resume_path")
+    if value != "resume_path":
+        return value
+    path = str(config["trainer.resume_from_path"] or "")
+    return path or unsupported("needs trainer.resume_from_path, which is not set")
 
 
 def trackers(value: Any, config: ForeignConfig) -> Any:
@@ -317,18 +313,12 @@ clip_low, clip_high = _clip("clip_ratio_low", "low"), _clip("clip_ratio_high", "
 clip_dual = _clip("clip_ratio_dual", "ratio_max")
 
 
-_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
-
-
 def loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
     if (loss := config[f"{ACTOR}.policy_loss.loss_mode"]) in ("geo_mean", "sapo"):
         note = f"{loss} ignores it, and averages responses"
         return taken(note, algorithm__loss_aggregation="seq-mean-token-mean")
-    if value in _AGGREGATIONS:
-        return taken(algorithm__loss_aggregation=value)
     if value != "seq-mean-token-sum-norm":
-        known = ", ".join((*_AGGREGATIONS, "seq-mean-token-sum-norm"))
-        return unsupported(f"algorithm.loss_aggregation takes {known}")
+        return taken(algorithm__loss_aggregation=value)
     constant = config[f"{ACTOR}.loss_scale_factor"] or config["data.max_response_length"]
     return taken(
         "divides by a constant: loss_scale_factor, else the maximum response length",
@@ -378,8 +368,6 @@ def importance(value: Any, config: ForeignConfig) -> Any:
         return default(
             "off there; here the default weights only tokens sampled by older policy versions"
         )
-    if value not in ("token", "sequence"):
-        return unsupported(f"{CORRECTION}.importance takes token and sequence")
     return _without_importance(config) or value
 
 

@@ -54,7 +54,7 @@ def ms_map_keys(value: Any, config: ForeignConfig) -> Outcome:
 
 
 def ms_data_path(value: Any, config: ForeignConfig) -> Any:
-    if config.is_set("preprocess.input"):
+    if "preprocess.input" in config.values:
         note = "MindSpeed's prepared copy of preprocess.input, which data.train names"
         return Outcome("other-stage", {}, note)
     if str(value).endswith((".parquet", ".jsonl", ".json", ".csv", ".arrow")):
@@ -129,7 +129,7 @@ def ms_packing(value: Any, config: ForeignConfig) -> int:
 
 
 def ms_packing_of_all(value: Any, config: ForeignConfig) -> Any:
-    if config.is_set(f"{RL}.update_max_packing_token_size"):
+    if f"{RL}.update_max_packing_token_size" in config.values:
         return meaningless(f"{RL}.update_max_packing_token_size applies")
     return ms_packing(value, config)
 

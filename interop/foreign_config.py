@@ -52,10 +52,6 @@ class ForeignConfig:
     values: Mapping[str, Any]
     facts: Mapping[str, int] = field(default_factory=dict)
 
-    def is_set(self, key: str) -> bool:
-        """True if the configuration sets the key."""
-        return key in self.values
-
     def __getitem__(self, key: str) -> Any:
         """Return a key's value, set or default, by its newest name; resolves references. None if it
         has none.

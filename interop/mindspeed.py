@@ -69,24 +69,15 @@ def _prepares(names: set[str]) -> bool:
 def _of_model_files(settings: list[Setting], folder: Path) -> Iterator[Setting]:
     """Yield the settings of the files in `defaults: [{model: [NAME]}]` that nothing else sets."""
     set_names = {setting.key.partition(".")[2] for setting in settings}
-    for model in _model_files(settings):
+    lists = [setting.value for setting in settings if setting.key == "defaults"]
+    groups = [each for listed in lists if isinstance(listed, list) for each in listed]
+    named = [each.get("model", []) for each in groups if isinstance(each, Mapping)]
+    for model in (name for each in named for name in (each if isinstance(each, list) else [each])):
         file = folder / "model" / f"{model}.yaml"
         text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
         for key, value, origin in sectioned(settings_of_yaml(text, file.name)):
             if (name := key.removeprefix(f"{model}.")) not in set_names:
                 yield Setting(f"megatron_training.{name}", value, origin)
-
-
-def _model_files(settings: list[Setting]) -> Iterator[str]:
-    """Yield the names under `model` in the list `defaults`."""
-    lists = [
-        setting.value
-        for setting in settings
-        if setting.key == "defaults" and isinstance(setting.value, list)
-    ]
-    for group in (each for listed in lists for each in listed if isinstance(each, Mapping)):
-        named = group.get("model", ())
-        yield from map(str, named if isinstance(named, list | tuple) else [named])
 
 
 @cache

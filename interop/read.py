@@ -12,7 +12,7 @@ from typing import Any
 from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
 from interop.hydra import setting_of, settings_of_yaml
-from interop.shell.scope import MARK, ShellError, Word, marks_of, shown
+from interop.shell.scope import MARK, Word, marks_of, shown
 from interop.shell.walk import Command, Script, read_script, shell_in, starts_nothing
 from interop.table import TRAINERS, load
 
@@ -126,13 +126,10 @@ def _of_scripts(
     given: Mapping[str, str],
     training: int | None,
 ) -> Reading:
-    try:
-        read = [
-            read_script(text, name, given, {key: scripts[key] for key in scripts if key != name})
-            for name, text in scripts.items()
-        ]
-    except ShellError as error:
-        raise ForeignConfigError(str(error)) from None
+    read = [
+        read_script(text, name, given, {key: scripts[key] for key in scripts if key != name})
+        for name, text in scripts.items()
+    ]
     started = {name for script in read for name in script.started}
     read = [script for script in read if script.name not in started] or read[:1]
     script, chosen = _one(read, training)
@@ -150,14 +147,10 @@ def _of_scripts(
         why = f"{origin}: the command sets no training keys; also give its YAML"
         raise ForeignConfigError("\n".join([why, *notes]))
     before = [note for note in script.notes if _line(note) <= _line(origin)]
-    kept = [
-        f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}"
-        for name, at in script.kept.items()
-    ]
     known = chosen.command.environment.items()
     environment = {name: text for name, text in known if not marks_of(text)}
     settings = _resolved(settings, environment, given)
-    notes = [*before, *kept, *notes, *without]
+    notes = [*before, *script.kept.values(), *notes, *without]
     return Reading(settings, trainer_of(settings), environment, notes)
 
 

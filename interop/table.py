@@ -192,11 +192,7 @@ def load(trainer: str) -> Table:
         raise ForeignConfigError(f"unknown trainer {trainer}; known are {', '.join(TRAINERS)}")
     file = Path(__file__).parent / "keys" / f"{trainer.replace('-', '_')}.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return read(yaml.load(file.read_text(encoding="utf-8"), Loader=loader))
-
-
-def read(content: Mapping[str, Any]) -> Table:
-    """Build a table from a YAML file's content."""
+    content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
     versions = tuple(str(version) for version in content["versions"])
     rows = tuple(_rows(content["sections"], versions, content.get("aliases", ())))
     return Table(content["trainer"], versions, rows, content.get("ignores_unknown", False))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
@@ -18,15 +19,13 @@ Verdict = bool | str
 NUMERIC = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 
 
-def leaves(node: Any, source: bytes) -> list[str]:
-    """Return the source of the operands and operators between the brackets."""
-    found: list[str] = []
+def leaves(node: Any, source: bytes) -> Iterator[str]:
+    """Yield the source of the brackets, operands and operators of a test."""
     for child in node.children:
         if child.type in NESTED:
-            found += leaves(child, source)
+            yield from leaves(child, source)
         else:
-            found.append(source[child.start_byte : child.end_byte].decode())
-    return found
+            yield source[child.start_byte : child.end_byte].decode()
 
 
 def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:

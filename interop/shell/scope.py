@@ -11,14 +11,16 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from interop import ForeignConfigError
+
 MARK = re.compile("\ue000(\\d+)\ue001")
 EVERY_ITEM = ("@", "*")
-KEPT = {"HOME": "~", "PWD": "."}  # their replacements, reported in notes
+KEPT = {"HOME": "~", "PWD": "."}  # their replacements
 UNSET = "not set by the script"
 OUTPUT = "a command's output"
 
 
-class ShellError(ValueError):
+class ShellError(ForeignConfigError):
     """The script has an error before its training, or uses bash that is not supported here."""
 
 
@@ -48,7 +50,7 @@ class Scope:
     positional: list[Word] = field(default_factory=list)
     unknowns: list[Unknown] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
-    kept: dict[str, str] = field(default_factory=dict)  # names in KEPT: where they are used
+    kept: dict[str, str] = field(default_factory=dict)  # notes on the names in KEPT
     line: int = 0
 
     def copy(self) -> Scope:
@@ -79,10 +81,8 @@ class Scope:
     def look_up(self, name: str) -> Word | list[Word] | None:
         """Return a variable's value; None if it is not set."""
         if name.isdigit():
-            number = int(name)
-            if number == 0:
-                return Word(self.name, self.origin)
-            return self.positional[number - 1] if number <= len(self.positional) else None
+            words = [Word(self.name, self.origin), *self.positional]
+            return words[int(name)] if int(name) < len(words) else None
         if name in EVERY_ITEM:
             return self.positional
         if name == "#":
@@ -93,7 +93,7 @@ class Scope:
             self.used.add(name)
             return Word(self.given[name], self.origin)
         if name in KEPT:
-            self.kept.setdefault(name, self.origin)
+            self.kept.setdefault(name, f"{self.origin}: ${name} is replaced by {KEPT[name]}")
             return Word(KEPT[name], self.origin)
         return None
 

@@ -445,8 +445,8 @@ class Walk:
             self.status = verdict + (self.status if isinstance(self.status, str) else "")
 
     def on_test_command(self, node: Any) -> None:
-        tokens = leaves(node, self.source)[1:-1]
-        self.status = judge(tokens, self.scope, is_double=node.children[0].type == "[[")
+        bracket, *tokens, _ = leaves(node, self.source)
+        self.status = judge(tokens, self.scope, is_double=bracket == "[[")
 
     def on_negated_command(self, node: Any) -> None:
         self.status = negated(self.verdict(node.named_children))
@@ -626,6 +626,4 @@ def merged(a: Scope, b: Scope, marks: str) -> Scope:
 
 
 def _texts(value: Word | list[Word] | None) -> Any:
-    if isinstance(value, list):
-        return [word.text for word in value]
-    return None if value is None else value.text
+    return [word.text for word in value] if isinstance(value, list) else value and value.text
