@@ -180,9 +180,7 @@ def warmup_ratio(value: Any, config: ForeignConfig) -> Any:
 
 
 def _total_steps(config: ForeignConfig) -> int | None:
-    """Return the number of training steps, None if it depends on an unknown number of training
-    rows.
-    """
+    """Return the number of training steps; None if the number of training rows is unknown."""
     steps = config["trainer.total_training_steps"]
     rows = config.facts.get("num_train_rows")
     if rows is None:

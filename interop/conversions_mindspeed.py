@@ -1,6 +1,4 @@
-"""Conversions from MindSpeed's keys to ours where a map of values is not enough, like those of
-verl's keys.
-"""
+"""Conversions from MindSpeed's keys to ours, like those from verl's."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _TRACKERS = ("tensorboard", "wandb", "swanlab")
 
 
 def _is_dapo(config: ForeignConfig) -> bool:
-    """True if the configuration selects DAPO, which has no reference: by stage, else by DAPO's
-    switches.
-    """
+    """True if the stage, else a switch, selects DAPO, which has no reference."""
     stage = config[f"{MEGATRON}.stage"]
     if stage is None:
         return bool(config[f"{RL}.clip_higher_enable"] or config[f"{RL}.filter_groups_enable"])

@@ -53,9 +53,7 @@ class ForeignConfig:
     facts: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
-        """Return a key's value, set or default, by its newest name; resolves references. None if it
-        has none.
-        """
+        """Return a key's value or default by its newest name, references resolved."""
         return self._plain(key, set())
 
     def _plain(self, key: str, followed: set[str]) -> Any:
@@ -86,9 +84,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted name, sections included, since some keys hold a
-    section.
-    """
+    """Return values and sections by dotted name, since some keys hold a section."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found[f"{prefix}{name}"] = value

@@ -100,9 +100,7 @@ def text_of(path: Path) -> str:
 
 
 def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]:
-    """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in
-    `folder`.
-    """
+    """Return the settings of a YAML text; MindSpeed's may name a model file in `folder`."""
     settings = settings_of_yaml(text, name)
     return mindspeed.sectioned(settings, folder) if mindspeed.is_mindspeed(settings) else settings
 

@@ -83,9 +83,7 @@ def tiny_of(recipe: Recipe) -> Recipe:
 
 
 def written(recipe: Recipe, header: Sequence[str]) -> str:
-    """Return the recipe as YAML with a comment per key, followed by the settings that have no key
-    of ours.
-    """
+    """Return the recipe as YAML with a comment per key, then the settings without a key of ours."""
     lines = [f"# {line}" for line in header]
     lines += _section(recipe.tree, recipe.comments, "")
     if recipe.left:

@@ -113,9 +113,7 @@ class Table:
         )
 
     def find(self, name: str, version: str | None = None) -> Row | None:
-        """Return the row of a name in one or any version; exact names before families, longest
-        family first.
-        """
+        """Return the row of a name in one or any version: an exact one, else the longest family."""
         for row in self._exact.get(name, ()):
             if name in row.names(version):
                 return row
@@ -125,9 +123,7 @@ class Table:
         return None
 
     def resolve(self, name: str, version: str) -> Row | None:
-        """Return the row of a name as written: an exact name of another version before a family of
-        this one.
-        """
+        """Return the row of a name: exact in another version before a family of this one."""
         rows = self._exact.get(name, ())
         exact = [row for row in rows if name in row.names(version)] or list(rows)
         return exact[0] if exact else self.find(name, version) or self.find(name)
@@ -152,9 +148,7 @@ class Table:
         return group if group != name or "/" in group or is_section else None
 
     def nearest(self, name: str) -> str | None:
-        """Return the closest known name, first among those with the same last part; None if none is
-        close.
-        """
+        """Return the closest known name, first among those with the same last part, or None."""
         leaf = name.rpartition(".")[2]
         same_leaf = [known for known in self._exact if known.rpartition(".")[2] == leaf]
         for candidates, cutoff in ((same_leaf, 0.6), (list(self._exact), 0.8)):

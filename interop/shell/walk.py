@@ -100,12 +100,9 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
     source = COMMENT_OF_A_LIST.sub(lambda match: b" " * len(match[0]), source)
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
     root = parser.parse(source).root_node
-    while repairs := sorted({*_repairs(root, source)}):
-        parts, end = [], 0
-        for start, stop, text in repairs:
-            parts += [source[end:start], text]
-            end = stop
-        source = b"".join([*parts, source[end:]])
+    while repairs := sorted({*_repairs(root, source)}, reverse=True):
+        for start, end, text in repairs:
+            source = source[:start] + text + source[end:]
         root = parser.parse(source).root_node
     return root, source
 
@@ -129,9 +126,7 @@ def _repairs(node: Any, source: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 class Walk:
-    """Walks statements and tracks variables. If a condition is unknown, walks both branches and
-    merges their states.
-    """
+    """Walks statements and tracks variables; of an unknown condition, both branches."""
 
     def __init__(self, script: Script, scope: Scope, others: Mapping[str, str]) -> None:
         self.script, self.scope, self.others = script, scope, others
@@ -368,9 +363,7 @@ class Walk:
             self.status = verdict_of(self.scope.mark(text, SUCCESS))
 
     def start(self, words: list[Word], own: dict[str, str]) -> bool:
-        """Follow `bash -c TEXT`, or `bash other.sh` if the other script was given too; False for
-        anything else.
-        """
+        """Follow `bash -c TEXT`, or `bash other.sh` if that script was given; else False."""
         texts = [word.text for word in words]
         option = next((at for at, text in enumerate(texts) if re.match("-[a-z]*c", text)), 0)
         rest = [word for word in words[option + 1 :] if not word.text.startswith("-")]
@@ -391,9 +384,7 @@ class Walk:
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Call a function of the script; `local` variables stay set, which such scripts do not
-        depend on.
-        """
+        """Call a function of the script; its `local` variables stay set."""
         body, source, is_file = self.functions[name]
         outer, self.scope.positional = self.scope.positional, words
         try:
@@ -413,9 +404,7 @@ class Walk:
         return self.status
 
     def choose(self, verdict: Verdict, test: str, yes: Body, no: Body) -> None:
-        """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then
-        ignored.
-        """
+        """Walk one branch, or, if the verdict is unknown, both; then one that exits is ignored."""
         if isinstance(verdict, bool):
             (yes if verdict else no)()
             return
@@ -612,9 +601,7 @@ def shell_in(words: Sequence[Word]) -> int | None:
 
 
 def merged(a: Scope, b: Scope, marks: str) -> Scope:
-    """Merge the states after two branches; variables that differ become unknown, like the
-    condition.
-    """
+    """Merge the states after two branches; variables that differ get the condition's marks."""
     scope = a.copy()
     scope.exported |= b.exported
     for name in {*a.variables, *b.variables}:

@@ -27,9 +27,7 @@ BRACED = re.compile(
 
 
 class Piece(NamedTuple):
-    """A part of a word: "literal" (unquoted), "quoted", "split" (from an unquoted expansion), or
-    "break".
-    """
+    """A part of a word: "literal", "quoted", "split" (an unquoted expansion), or "break"."""
 
     text: str
     kind: str
@@ -58,9 +56,7 @@ def end_of(text: str, start: int, close: str) -> int:
 
 
 def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = False) -> list[Piece]:
-    """Expand a word's source into pieces; `is_document` for a here-document, where quotes are
-    literal.
-    """
+    """Expand a word's source into pieces; in a here-document, quotes are literal."""
     found: list[Piece] = []
     bare = "quoted" if quoted else "literal"
     at = 0
