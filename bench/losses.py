@@ -22,7 +22,7 @@ from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import policy_loss
 from dapo_core.algorithm.loss_tokens import LossTokens, Responses
 from dapo_core.config.algorithm import AlgorithmConfig
-from interop.conversions import ESTIMATORS
+from interop.table import load
 
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 # verl's name: our keys
@@ -61,7 +61,8 @@ def main() -> None:
     for name, keys in LOSSES.items():
         value, gradient = loss_differences(core_algos, name, keys)
         print(f"{name:30s} {keys['loss']:22s} {value:9.1e} {gradient:9.1e}")
-    for name, ours in ESTIMATORS.items():
+    [estimators] = [row for row in load("verl").rows if row.key == "algorithm.adv_estimator"]
+    for name, ours in estimators.values.items():
         if name.endswith("_vectorized"):
             continue  # the same values
         print(f"{name:30s} {ours:22s} {advantage_difference(core_algos, name, ours):9.1e}")

@@ -85,8 +85,9 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     if row.when is not None and (why := _off(row.when, config)):
         off = Outcome("taken", dict.fromkeys(row.ours, row.without), row.change)
         return meaningless(why) if row.without is None else off
-    if value is None and None not in row.values and row.ours and row.convert is None:
-        return default("unset")
+    is_unset = value is None and None not in row.values and bool(row.ours)
+    if is_unset and (row.unset or row.convert is None):
+        return default(row.unset or "unset")
     if row.values and value not in list(row.values):
         known = ", ".join("null" if each is None else str(each) for each in row.values)
         return unsupported(f"known are {known}. {row.reason}".strip())

@@ -72,7 +72,7 @@ def before_training(value: Any, config: ForeignConfig) -> Any:
 
 
 def at_least_1(value: Any, config: ForeignConfig) -> Any:
-    return int(value) if value is not None and int(value) > 0 else default()
+    return int(value) if int(value) > 0 else default()
 
 
 def rollout_files(value: Any, config: ForeignConfig) -> Outcome:
@@ -191,8 +191,6 @@ def _total_steps(config: ForeignConfig) -> int | None:
 
 
 def total_steps(value: Any, config: ForeignConfig) -> Any:
-    if value is None:
-        return default("trainer.total_epochs applies")
     if (steps := _total_steps(config)) is None or steps == int(value):
         return int(value)
     return _of_epochs(config["trainer.total_epochs"], steps, config)
@@ -219,12 +217,10 @@ def _of_epochs(num_epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
 
 def micro_batch_of_all(value: Any, config: ForeignConfig) -> Any:
     ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
-    return micro_batch_responses(value and int(value) * ranks // num_devices(config), config)
+    return micro_batch_responses(int(value) * ranks // num_devices(config), config)
 
 
 def micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
-    if value is None:
-        return default("unset")
     if config[f"{ACTOR}.use_dynamic_bsz"]:
         return meaningless(f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
     longest = int(config["data.max_prompt_length"]) + int(config["data.max_response_length"])
@@ -266,29 +262,21 @@ def reference_path(value: Any, config: ForeignConfig) -> Any:
     return str(value)
 
 
-ESTIMATORS = {
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "opo": "opo",
-    "reinforce_plus_plus": "reinforce++",
-    "reinforce_plus_plus_baseline": "reinforce++-baseline",
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-}
+_NOT_NORMALIZED = (
+    "opo rloo rloo_vectorized reinforce_plus_plus reinforce_plus_plus_baseline".split()
+)
 _UNCLIPPED = ("sapo", "kl_cov", "dro", "gpg")
 _NO_DUAL_CLIP = (*_UNCLIPPED, "gspo", "cispo", "geo_mean", "clip_cov")
 
 
 def advantage(value: Any, config: ForeignConfig) -> Any:
-    if value not in ESTIMATORS:
-        return unsupported(f"known are {', '.join(ESTIMATORS)}")
     is_raw = not config["algorithm.norm_adv_by_std_in_grpo"]
-    return "dr-grpo" if is_raw and ESTIMATORS[value] == "grpo" else ESTIMATORS[value]
+    return "dr-grpo" if is_raw and value == "grpo" else value
 
 
 def normalize(value: Any, config: ForeignConfig) -> Any:
     estimator = config["algorithm.adv_estimator"]
-    if ESTIMATORS.get(estimator, "grpo") != "grpo":
+    if estimator in _NOT_NORMALIZED:
         return meaningless(f"{estimator} does not divide by the group's standard deviation")
     return "grpo" if value else "dr-grpo"
 
@@ -362,10 +350,6 @@ def _without_importance(config: ForeignConfig) -> Outcome | None:
 
 
 def importance(value: Any, config: ForeignConfig) -> Any:
-    if value is None:
-        return default(
-            "off there; here the default weights only tokens sampled by older policy versions"
-        )
     return _without_importance(config) or value
 
 
@@ -373,10 +357,6 @@ def importance_threshold(value: Any, config: ForeignConfig) -> Outcome:
     low, _, high = str(value).rpartition("_")
     lowest = {"importance_min": float(low)} if low else {}
     return _without_importance(config) or _correction(**lowest, importance_max=float(high))
-
-
-def importance_normalize(value: Any, config: ForeignConfig) -> Any:
-    return _without_importance(config) or bool(value)
 
 
 def rejection(value: Any, config: ForeignConfig) -> Outcome:

@@ -11,17 +11,9 @@ from interop.hydra import settings_of_yaml
 from interop.table import load
 
 SECTIONS = (
-    "megatron_training",
-    "actor_config",
-    "ref_config",
-    "reward_config",
-    "critic_config",
-    "vit_config",
-    "rl_config",
-    "generate_config",
-    "profiler_config",
-    "msprobe_config",
-)
+    "megatron_training actor_config ref_config reward_config critic_config vit_config rl_config "
+    "generate_config profiler_config msprobe_config"
+).split()
 PREPROCESS = "preprocess"  # our name for the section of a configs/datasets file, which has none
 
 
