@@ -173,9 +173,8 @@ def warmup_ratio(value: Any, config: ForeignConfig) -> Any:
     if not value:
         return 0
     if (total := _total_steps(config)) is None:
-        return unsupported(
-            "a fraction of an unknown number of steps; set trainer.total_training_steps"
-        )
+        note = "a fraction of an unknown number of steps; set trainer.total_training_steps"
+        return unsupported(note)
     return warmup(f"{value} of {total}", int(value * total), updates_per_step(config))
 
 
@@ -262,9 +261,7 @@ def reference_path(value: Any, config: ForeignConfig) -> Any:
     return str(value)
 
 
-_NOT_NORMALIZED = (
-    "opo rloo rloo_vectorized reinforce_plus_plus reinforce_plus_plus_baseline".split()
-)
+_NO_STD = "opo rloo rloo_vectorized reinforce_plus_plus reinforce_plus_plus_baseline".split()
 _UNCLIPPED = ("sapo", "kl_cov", "dro", "gpg")
 _NO_DUAL_CLIP = (*_UNCLIPPED, "gspo", "cispo", "geo_mean", "clip_cov")
 
@@ -276,7 +273,7 @@ def advantage(value: Any, config: ForeignConfig) -> Any:
 
 def normalize(value: Any, config: ForeignConfig) -> Any:
     estimator = config["algorithm.adv_estimator"]
-    if estimator in _NOT_NORMALIZED:
+    if estimator in _NO_STD:
         return meaningless(f"{estimator} does not divide by the group's standard deviation")
     return "grpo" if value else "dr-grpo"
 

@@ -34,9 +34,8 @@ def _updates(config: ForeignConfig) -> int:
 
 def _longest(config: ForeignConfig) -> int:
     """Return the maximum tokens of a prompt with its response."""
-    response = (
-        config[f"{GENERATE}.sampling_config.max_tokens"] or config[f"{RL}.rollout_max_tokens"]
-    )
+    sampled = config[f"{GENERATE}.sampling_config.max_tokens"]
+    response = sampled or config[f"{RL}.rollout_max_tokens"]
     return int(config[f"{RL}.max_prompt_length"]) + int(response)
 
 
@@ -104,13 +103,10 @@ def ms_kl_control(value: Any, config: ForeignConfig) -> Any:
 
 
 def ms_global_batch(value: Any, config: ForeignConfig) -> Outcome:
+    num = int(value)
     if config[f"{RL}.filter_groups_enable"]:
-        return taken("prompts per draw", sampler__gen_prompts=int(value))
-    return taken(
-        "prompts per training step",
-        train__train_prompts=int(value),
-        sampler__gen_prompts=int(value),
-    )
+        return taken("prompts per draw", sampler__gen_prompts=num)
+    return taken("prompts per training step", train__train_prompts=num, sampler__gen_prompts=num)
 
 
 def ms_micro_batch(value: Any, config: ForeignConfig) -> Outcome:

@@ -23,9 +23,8 @@ Steps = list[dict[str, Any]]  # {"step": N, metric: value} of each training step
 MAX_LINE_BYTES = 2**20  # a longer line is read in parts
 _MAX_JOINED_CHARS = 2**16  # of one record
 _MAX_ITEM_CHARS = 400
-_ESCAPES = re.compile(
-    r"\x1b\[[0-9;?]*[ -/]*[@-~]|\[\d{1,3}(?:;\d{1,3})*m"
-)  # also escapes that lost their first byte
+# Also escapes that lost their first byte.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(r"\([\w.:\[\]-]+ pid=\d+(?:, ip=[\w.:]+)?\) ?")  # Ray's prefix
 _NUMBER = (
     r"(?:(?:np|numpy|torch)\.\w+\()?"
@@ -167,9 +166,8 @@ def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
     for part in (*whole, last):
         match = form.item.match(part, 0, _MAX_ITEM_CHARS)
         if match is not None:
-            metrics[match["name"]] = float(
-                {"True": 1, "False": 0}.get(match["value"], match["value"])
-            )
+            value = {"True": 1, "False": 0}.get(match["value"], match["value"])
+            metrics[match["name"]] = float(value)
             rest = part[match.end() :].lstrip(")")
             if rest and not (part is last and re.fullmatch("e[-+]?", rest)):  # a truncated exponent
                 return metrics, True

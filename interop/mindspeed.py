@@ -29,14 +29,12 @@ def sectioned(settings: list[Setting], folder: Path | None = None) -> list[Setti
     Keys of the file that `defaults` names are read from `folder`/model, if it exists, unless
     `settings` has them.
     """
-    settings = list(
-        _placed([setting._replace(key=setting.key.replace("-", "_")) for setting in settings])
-    )
+    spelt = [setting._replace(key=setting.key.replace("-", "_")) for setting in settings]
+    settings = list(_placed(spelt))
     if folder is not None:
         settings = [*_of_model_files(settings, folder), *settings]
-    return sorted(
-        settings, key=lambda setting: not setting.key.startswith("megatron_training.")
-    )  # actor_config wins
+    # actor_config wins
+    return sorted(settings, key=lambda each: not each.key.startswith("megatron_training."))
 
 
 def _placed(settings: list[Setting]) -> Iterator[Setting]:
@@ -45,12 +43,9 @@ def _placed(settings: list[Setting]) -> Iterator[Setting]:
     prepares = _prepares(alone)
     for setting in settings:
         first = setting.key.partition(".")[0]
-        if prepares and first not in SECTIONS:
-            yield setting._replace(key=f"{PREPROCESS}.{setting.key}")
-        elif first in SECTIONS or first not in _home():
-            yield setting
-        else:
-            yield setting._replace(key=f"{_home()[first]}.{setting.key}")
+        home = PREPROCESS if prepares else _home().get(first)
+        is_placed = first in SECTIONS or home is None
+        yield setting if is_placed else setting._replace(key=f"{home}.{setting.key}")
 
 
 def _prepares(names: set[str]) -> bool:

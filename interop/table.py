@@ -142,9 +142,8 @@ class Table:
         cannot hold text.
         """
         group = name.partition("@")[0]
-        is_section = isinstance(value, str) and any(
-            known.startswith(f"{group}.") for known in self._exact
-        )
+        below = (known for known in self._exact if known.startswith(f"{group}."))
+        is_section = isinstance(value, str) and any(below)
         return group if group != name or "/" in group or is_section else None
 
     def nearest(self, name: str) -> str | None:

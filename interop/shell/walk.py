@@ -19,8 +19,7 @@ SUCCESS = "a command's success"
 MAX_DEPTH, MAX_ITERATIONS = 20, 1000
 SHELLS = ("bash", "sh", "zsh")
 # Commands assumed to succeed before `&&` and `||`.
-SUCCEEDING = {"cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep", "source", "."}
-SUCCEEDING |= {"wait", "printf", "tee", "cat"}
+SUCCEEDING = set("cd echo mkdir touch rm cp mv ulimit sleep source . wait printf tee cat".split())
 # Commands that start none of their words; all others may.
 STARTING_NOTHING = SUCCEEDING | {"grep", "sed", "awk", "pkill", "pgrep", "alias", "which", "git"}
 PROGRAM = re.compile(r"(?:^|[\s;&|(=])(?:[\w./~-]*/)?(?:python[\d.]*|torchrun|bash|sh|zsh)\s")
@@ -447,9 +446,8 @@ class Walk:
     def branch(self, node: Any, following: Sequence[Any] = ()) -> None:
         """Walk an `if` or `elif` and the clauses after it."""
         then = next(at for at, child in enumerate(node.children) if child.type == "then")
-        clauses = [
-            child for child in node.children if child.type in ("elif_clause", "else_clause")
-        ] or following
+        own = [each for each in node.children if each.type in ("elif_clause", "else_clause")]
+        clauses = own or following
         body = [child for child in node.children[then + 1 :] if child not in clauses]
         test = node.children[1:then]
 

@@ -95,9 +95,7 @@ def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, lis
     """Expand a `$` or a backtick; returns the index after it and the pieces."""
     kind = "quoted" if quoted else "split"
     if text[at] == "`":
-        end = text.find("`", at + 1)
-        if end < 0:
-            raise ShellError(f"{scope.origin}: {text[at:][:60]!r} has no closing backtick")
+        end = end_of(text, at + 1, "`")
         return end + 1, [Piece(scope.substituted(text[at : end + 1]), kind)]
     if text.startswith("$(", at):
         end = end_of(text, at + 2, ")") + 1
@@ -207,11 +205,8 @@ def _slice(
 
 def regex_of(found: list[Piece]) -> str:
     """Convert a glob to a regular expression; quoted parts match literally."""
-    return fnmatch.translate(
-        "".join(
-            glob.escape(piece.text) if piece.kind == "quoted" else piece.text for piece in found
-        )
-    ).removesuffix(r"\Z")
+    parts = (glob.escape(piece.text) if piece.kind == "quoted" else piece.text for piece in found)
+    return fnmatch.translate("".join(parts)).removesuffix(r"\Z")
 
 
 def fields(source: str, scope: Scope) -> list[Word]:
