@@ -366,10 +366,9 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
 
 
 def _resolved(
-    settings: Iterable[Setting], environment: Mapping[str, str], given: Mapping[str, str]
+    settings: list[Setting], environment: Mapping[str, str], given: Mapping[str, str]
 ) -> list[Setting]:
     """Resolve variables and references inside texts; a value that is only a reference stays."""
-    settings = list(settings)
     values = {setting.key: setting.value for setting in settings}
     known = {**environment, **given}
     missing: list[str] = []

@@ -87,6 +87,8 @@ class Scope:
             return self.positional
         if name == "#":
             return Word(str(len(self.positional)), self.origin)
+        if name == "BASH_SOURCE":
+            return [Word(self.name, self.origin)]
         if name in self.variables:
             return self.variables[name]
         if name in self.given:

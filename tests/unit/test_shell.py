@@ -149,6 +149,7 @@ def words_of(text: str, **given: str) -> list[str]:
         ('f() { python -m $1 "$@"; }\nf x y=1', ["python", "-m", "x", "x", "y=1"]),
         ("bash -c 'A=1; nohup python -m x a.b=$A 2>&1 | cat' > log &", ["cat"]),
         ("export B=2\nbash -c 'echo $B c=$0'", ["echo", "2", "c=run.sh"]),
+        ('[[ "${BASH_SOURCE[0]}" == "$0" ]] && X=1\necho $X', ["echo", "1"]),
         ("a=1\\\nb=2\necho $a", ["echo", "1b=2"]),
         (
             "A=1 B=2\n\nL=(x)\nfor i in 1 2; do\n  C=$i\ndone\necho $A $B $L $C",
