@@ -57,7 +57,7 @@ def account_of(
 
     Without a version, takes the newest one that has the most keys. `facts` may give
     `num_train_rows`, which converts epochs to steps. Raises ForeignConfigError for an unknown
-    trainer or version.
+    version.
     """
     table = load(trainer)
     flat = list(split_sections(settings, table))
