@@ -1,4 +1,4 @@
-"""Measures both inference engines on the load of the CPU recipe and prints one table.
+"""Measures the inference engines on the load of the CPU recipe and prints one table.
 
 Each engine runs in its own process, so its start time includes imports.
 """
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = """example, on two cores, with one and with two threads per engine:
   taskset -c 0,1 .venv/bin/python bench/engines.py --threads 1 2
+and where few sequences decode, as vLLM's drafts need:
+  .venv/bin/python bench/engines.py --prompts 2
 """
-NUM_PROMPTS, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 32, 8, 64, 256  # the load of a round
+GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 8, 64, 256  # the load of a round
 NUM_ROUNDS = 5  # measured, after one warm-up
 WARM_UP_STEPS = 100  # of the recipe's model, for responses of realistic lengths
+# names of the table's rows: engine and rollout.speculation
+ENGINES: dict[str, tuple[Literal["vllm", "hf"], Literal["off", "ngram"]]] = {
+    "vllm": ("vllm", "off"),
+    "vllm, drafts": ("vllm", "ngram"),
+    "hf": ("hf", "off"),
+}
 os.environ |= WORKERS  # as in rollout workers
 
 
@@ -53,20 +61,25 @@ def main() -> None:
     parser.add_argument(
         "--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)"
     )
+    parser.add_argument(
+        "--prompts", type=int, default=32, help=f"of {GROUP_SIZE} responses each (default: 32)"
+    )
     parser.add_argument("--model", type=Path, help="a model folder, instead of the recipe's model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model_path = arguments.model or build_recipe_model(Path(folder) / "model")
         measurements = []
         for num_threads in arguments.threads:
-            for kind in ("vllm", "hf"):
+            for name in ENGINES:
                 with ProcessPoolExecutor(
                     1, mp_context=multiprocessing.get_context("spawn")
                 ) as pool:
                     measurements.append(
-                        pool.submit(measure, kind, num_threads, model_path).result()
+                        pool.submit(
+                            measure, name, num_threads, model_path, arguments.prompts
+                        ).result()
                     )
-    print(table(measurements))
+    print(table(measurements, arguments.prompts))
 
 
 def build_recipe_model(path: Path) -> Path:
@@ -96,13 +109,14 @@ def recipe_prompts(model_path: Path, num_prompts: int) -> list[ModelInput]:
     return [ModelInput(tuple(token_ids)) for token_ids in prompts]
 
 
-def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> Measurement:
-    """Run one engine on the load."""
+def measure(name: str, num_threads: int, model_path: Path, num_prompts: int) -> Measurement:
+    """Run one of ENGINES on the load."""
     started = time.perf_counter()
+    kind, speculation = ENGINES[name]
     from dapo_core.engines.base import EngineSettings
     from dapo_core.engines.factory import build_engine
 
-    prompts = recipe_prompts(model_path, NUM_PROMPTS)
+    prompts = recipe_prompts(model_path, num_prompts)
     settings = EngineSettings(
         dtype="float32",
         max_model_tokens=max(len(prompt.token_ids) for prompt in prompts) + MAX_RESPONSE_TOKENS,
@@ -114,6 +128,7 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> 
         memory_bytes=1024**3,
         memory_utilization=0.8,
         threads=num_threads,
+        speculation=speculation,
     )
     engine = build_engine(kind, model_path, settings, seed=0)
     start_seconds = time.perf_counter() - started
@@ -126,7 +141,7 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> 
         cpu_seconds.append(time.process_time() - cpu_began)
     engine.close()
     return Measurement(
-        kind,
+        name,
         num_threads,
         start_seconds,
         seconds[0],
@@ -135,21 +150,21 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> 
         ),
         statistics.median(cpu_seconds[1:]),
         statistics.median(load_seconds[1:]),
-        statistics.mean(num_tokens) / (NUM_PROMPTS * GROUP_SIZE),
+        statistics.mean(num_tokens) / (num_prompts * GROUP_SIZE),
     )
 
 
-def table(measurements: list[Measurement]) -> str:
+def table(measurements: list[Measurement], num_prompts: int) -> str:
     """The measurements as text; the ratio is relative to the throughput of the first row."""
     first = measurements[0].tokens_per_second
     lines = [
-        f"{NUM_PROMPTS} prompts x {GROUP_SIZE} responses, at most {MAX_RESPONSE_TOKENS} tokens "
+        f"{num_prompts} prompts x {GROUP_SIZE} responses, at most {MAX_RESPONSE_TOKENS} tokens "
         "each, "
         f"{measurements[0].mean_response_tokens:.0f} on average; medians of {NUM_ROUNDS} rounds",
-        "engine threads  start s  warm-up s  tokens/s  ratio  CPU s/round  load weights s",
+        "engine       threads  start s  warm-up s  tokens/s  ratio  CPU s/round  load weights s",
     ]
     lines += [
-        f"{row.engine:6} {row.num_threads:7} {row.start_seconds:8.1f} {row.warm_up_seconds:10.2f} "
+        f"{row.engine:12} {row.num_threads:7} {row.start_seconds:8.1f} {row.warm_up_seconds:10.2f} "
         f"{row.tokens_per_second:9.0f} {row.tokens_per_second / first:6.2f} "
         f"{row.cpu_seconds:12.2f} "
         f"{row.load_weights_seconds:15.3f}"
