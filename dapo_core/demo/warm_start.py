@@ -263,17 +263,18 @@ def _loss_and_right(
 ) -> tuple[torch.Tensor, list[bool]]:
     """Return the loss, and which solutions' tokens are all the most probable ones."""
     sequences = [[*one.prompt_ids, *one.response_ids] for one in examples]
+    lengths = [len(sequence) for sequence in sequences]
     counts = [len(one.response_ids) for one in examples]
-    ends = list(itertools.accumulate(map(len, sequences)))
+    ends = itertools.accumulate(lengths)
     targets = torch.cat(
         [torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
     )
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     output = model.model(
         input_ids=ids.unsqueeze(0),
-        packing=Packing([len(sequence) for sequence in sequences], ids.device),
+        packing=Packing(lengths, ids.device),
         use_cache=False,
-        **_positions_and_pictures(examples, encoder),
+        **_positions_and_pictures(examples, lengths, encoder),
     )
     logits, wanted = model.lm_head(output.last_hidden_state[0, targets - 1]), ids[targets]
     are_right = [bool(tokens.all()) for tokens in (logits.argmax(dim=-1) == wanted).split(counts)]
@@ -281,10 +282,9 @@ def _loss_and_right(
 
 
 def _positions_and_pictures(
-    examples: list[_Example], encoder: PromptEncoder
+    examples: list[_Example], lengths: list[int], encoder: PromptEncoder
 ) -> dict[str, torch.Tensor]:
     """Return the model's inputs that place the tokens of the examples and show their pictures."""
-    lengths = [len(one.prompt_ids) + len(one.response_ids) for one in examples]
     images = [image for one in examples for image in one.images]
     if not images:
         return {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
