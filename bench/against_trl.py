@@ -25,9 +25,9 @@ What is and is not the same:
   train on some responses that older weights began, as TRL does not.
 - This project scores in processes of its own, sends weights to an engine with checksums, compares
   engine and policy, and writes more metrics; TRL needs none of it in one process.
-- The processes of this project wait passively at OpenMP barriers. TRL's threads spin by default,
-  which costs it much of a busy machine; --passive is the same for both. Only a quiet machine gives
-  ratios to quote.
+- The processes of this project spin for about 10 us at OpenMP barriers. TRL's threads spin for
+  milliseconds by default, which costs it much of a busy machine; --brief-spinning is the same for
+  both. Only a quiet machine gives ratios to quote.
 - TRL's micro-batch is the whole batch, or 8 responses, its default, in rows of their own.
 """
 
@@ -47,7 +47,7 @@ from typing import Any
 import pyarrow.parquet
 from counting_model import write_counting_model
 
-from dapo_core.machine.environment import PASSIVE_WAITING
+from dapo_core.machine.environment import BRIEF_SPINNING
 from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.simulation.workload import NORMAL, log_normal
 from durable import read_json_lines
@@ -236,8 +236,8 @@ class Work:
             **case.theirs[label],
         }
         program = str(Path(__file__).with_name("trl_run.py"))
-        passive = [f"{name}={value}" for name, value in PASSIVE_WAITING.items()]
-        command = ["env", *passive] if self.arguments.passive else []
+        brief = [f"{name}={value}" for name, value in BRIEF_SPINNING.items()]
+        command = ["env", *brief] if self.arguments.brief_spinning else []
         command += [self.arguments.trl_python, program, json.dumps(settings), str(output)]
         self._run(command, "TRL")
         return read_json_lines(output)
@@ -302,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=2, help="trainings of each row (default: %(default)s)"
     )
     parser.add_argument(
-        "--passive", action="store_true", help="TRL's threads wait without spinning"
+        "--brief-spinning", action="store_true", help="TRL's threads wait as this project's do"
     )
     parser.add_argument("--set", action="append", default=[], help="override of our recipe")
     return parser

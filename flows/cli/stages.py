@@ -97,9 +97,9 @@ def fetch_model(
 def _build_model(
     settings: Config, data: Path | None, folder: Path, report: Callable[[Progress], None]
 ) -> None:
-    from dapo_core.machine.environment import PASSIVE_WAITING, set_defaults
+    from dapo_core.machine.environment import brief_spinning, set_defaults
 
-    set_defaults(PASSIVE_WAITING)  # before torch is imported
+    set_defaults(brief_spinning(os.environ))  # before torch is imported
     from dapo_core.demo.warm_start import build_model
     from dapo_core.errors import ConfigError
     from eval.problems.files import iterate_rows

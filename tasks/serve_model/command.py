@@ -14,7 +14,7 @@ from typing import Any
 
 from dapo_core.config.engine_args import media_limits
 from dapo_core.machine.device import Device, device_for, is_bfloat16_faster
-from dapo_core.machine.environment import PASSIVE_WAITING
+from dapo_core.machine.environment import brief_spinning
 from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from dapo_core.model.folder import IMAGE_TOKEN
 from dapo_core.model.lora import Adapter, open_adapter, vllm_rank
@@ -146,7 +146,7 @@ def serve_environment(settings: ServeConfig, environment: Mapping[str, str]) -> 
         added["TORCHDYNAMO_DISABLE"] = "1"
     if vllm_device().kind != "cpu":
         return added
-    added |= {name: value for name, value in PASSIVE_WAITING.items() if name not in environment}
+    added |= brief_spinning(environment)
     if CPU_BINDING_VARIABLE in environment:
         return added
     if settings.num_devices > 1:
