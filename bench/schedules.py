@@ -1,8 +1,9 @@
 """Trains one recipe under each schedule, and compares time, tokens and accuracy.
 
-Each training runs alone. Cores are divided as the product divides them: a synchronous training
-gives all to ranks and engines, which take turns; an asynchronous one gives each process its share.
-With --share, both divide them. The first step is left out of rates. Prints a Markdown table.
+Each training runs alone. Cores are divided as the recipe says, or with --share half to one rank and
+half to one engine, as devices of a cluster are. Validations measure and are left out of all times;
+no response is sampled for training meanwhile. The first step is left out of rates. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from durable import read_json_lines
 from tasks.processes.child import dapo_command, run_command
 
 EXAMPLE = """examples:
-  .venv/bin/python bench/schedules.py --steps 40 --target 0.7
-  .venv/bin/python bench/schedules.py --recipe configs/smollm2_cpu.yaml --seeds 1 --share
+  .venv/bin/python bench/schedules.py --share --steps 40 --target 0.7 --set validation.every=2
+  .venv/bin/python bench/schedules.py --recipe configs/smollm2_cpu.yaml --seeds 1
 """
 SCHEDULES: dict[str, Sequence[str]] = {
     "synchronous": ("rollout.schedule=synchronous",),
@@ -46,7 +47,7 @@ HEADERS = (
 class Outcome:
     """What a training took, and reached."""
 
-    step_seconds: float  # mean
+    step_seconds: float  # mean, without validations
     tokens_per_second: float  # response tokens trained on
     idle: float  # share of time in which the engine decoded nothing
     slots_idle: float
@@ -101,7 +102,7 @@ def main() -> None:
 def outcome_of(steps: Sequence[dict[str, Any]], target: float) -> Outcome:
     """Return what a training's metrics say."""
     later = [line for line in steps if line["step"] > 1]
-    seconds = [line["timing_s/step"] for line in later]
+    seconds = list(map(_training_seconds, later))
 
     def mean(name: str) -> float:
         pairs = zip(later, seconds, strict=True)
@@ -109,7 +110,7 @@ def outcome_of(steps: Sequence[dict[str, Any]], target: float) -> Outcome:
 
     spent, target_seconds, accuracy = 0.0, None, float("nan")
     for line in steps:
-        spent += line.get("timing_s/step", 0.0)
+        spent += _training_seconds(line)
         accuracy = line.get("validation/accuracy", accuracy)
         if target_seconds is None and accuracy >= target:
             target_seconds = spent
@@ -122,6 +123,12 @@ def outcome_of(steps: Sequence[dict[str, Any]], target: float) -> Outcome:
         accuracy,
         target_seconds,
     )
+
+
+def _training_seconds(line: Mapping[str, float]) -> float:
+    if line["step"] == 0:  # a validation alone
+        return 0.0
+    return line["timing_s/step"] - line.get("timing_s/testing", 0.0)
 
 
 def row_of(schedule: str, outcomes: Sequence[Outcome]) -> str:
@@ -147,7 +154,12 @@ def row_of(schedule: str, outcomes: Sequence[Outcome]) -> str:
 def _cores() -> list[str]:
     """Overrides that give one rank and one engine half of the cores each."""
     half = max(len(os.sched_getaffinity(0)) // 2, 1)
-    return [f"train.threads_per_rank={half}", f"rollout.threads_per_worker={half}"]
+    return [
+        "train.num_ranks=1",
+        "rollout.num_workers=1",
+        f"train.threads_per_rank={half}",
+        f"rollout.threads_per_worker={half}",
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         "--target", type=float, default=0.6, help="validation accuracy (default: %(default)s)"
     )
     parser.add_argument(
-        "--share", action="store_true", help="half of the cores each, whatever the schedule"
+        "--share", action="store_true", help="one rank and one engine, with half of the cores each"
     )
     parser.add_argument("--set", action="append", default=[], help="override of the recipe")
     return parser
