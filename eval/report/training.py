@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from typing import Any
 
 from durable import read_json_lines
 from eval.results.rows import ResultsError
+
+logger = logging.getLogger(__name__)
 
 Steps = list[dict[str, Any]]  # metrics of each training step, in order
 MIN_SHARE = 0.005  # of what is shown
@@ -33,7 +36,8 @@ _GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus")
 def read_training_metrics(path: str | Path) -> Steps:
     """Read one dict per training step, ordered by step. The last line of a repeated step counts.
 
-    Raises ResultsError if the file is missing or holds no step.
+    Warns of damaged lines, which are left out. Raises ResultsError if the file is missing or holds
+    no step.
     """
     path = Path(path)
     if not path.is_file():
@@ -47,6 +51,11 @@ def read_training_metrics(path: str | Path) -> Steps:
     if not by_step:
         raise ResultsError(
             f"{path} holds no training step (a JSON object with `step` on each line)"
+        )
+    num_lines = path.read_bytes().count(b"\n")
+    if num_lines > len(steps):
+        logger.warning(
+            "%s: %d of %d lines are damaged and left out", path, num_lines - len(steps), num_lines
         )
     return [by_step[step] for step in sorted(by_step)]
 

@@ -422,6 +422,15 @@ def test_a_report_says_where_time_and_tokens_went() -> None:
     ]
 
 
+def test_damaged_lines_of_a_training_log_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste\x00": 2}\n{"step": 3}\n{"step": 4')  # the last is torn
+    assert [line["step"] for line in read_training_metrics(path)] == [1, 3]
+    assert "1 of 3 lines are damaged and left out" in caplog.text
+
+
 def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ResultsError, match="holds no training step"):
