@@ -216,7 +216,7 @@ def model_files(folder: Path) -> list[Path]:
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy a model folder without weights; raises ModelError for a link that leads out."""
     files = model_files(source)
-    for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
+    for folder in sorted({target, *(target / path.relative_to(source).parent for path in files)}):
         folder.mkdir(parents=True, exist_ok=True)
     for path in files:
         shutil.copy2(path, target / path.relative_to(source))
