@@ -108,7 +108,7 @@ FULL = Sizes(
 TINY = replace(
     FULL,
     models={"tiny": TINY_MODEL},
-    tokens=(64, 128),
+    tokens=(64,),
     small=TINY_MODEL,
     small_tokens=64,
     num_prompts=4,
