@@ -118,9 +118,11 @@ def tidy(folder: Path, keep_last: int, keep_best: int, keep_steps: Collection[in
     """Remove leftovers and all checkpoints but the newest, the best and `keep_steps`."""
     for leftover in folder.glob(f"*{PARTIAL}"):
         remove(leftover)
-    kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}
+    complete = checkpoint_folders(folder)
+    kept = {*complete[-keep_last:], *best_checkpoints(folder, keep_best)}
+    kept |= {path for path in complete if named_step(path) in keep_steps}
     for path in step_folders(folder):
-        if path not in kept and named_step(path) not in keep_steps:
+        if path not in kept:
             logger.info("removing checkpoint %s", path.name)
             remove(path)
 

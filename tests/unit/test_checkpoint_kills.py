@@ -35,7 +35,7 @@ STATES = {
     20: make_state(20, accuracy=0.3),
     25: make_state(25, accuracy=0.3),
 }
-KEEP = {"keep_last": 2, "keep_best": 1}
+KEEP = {"keep_last": 2, "keep_best": 1, "keep_steps": (20,)}
 CHANGES = ("rename", "fsync", "mkdir", "unlink", "rmdir")
 
 
