@@ -309,7 +309,8 @@ def _read_evalscope(file: Path, score: str | None) -> list[Part]:
     responses = []
     for line, value in zip(lines, values, strict=True):
         about, messages = line["sample_score"], line.get("messages") or []
-        item = str(about["group_id"])
+        group = about.get("group_id")
+        item = str(about["sample_id"] if group is None else group)
         asked = [one for one in messages if one["role"] != "assistant"]
         responses.append(
             Response(

@@ -108,16 +108,15 @@ def _csv(text: TextIO) -> Iterator[dict[str, Any]]:
     text.seek(0)
     counts = {sign: len(next(csv.reader([first], delimiter=sign), [])) for sign in _DELIMITERS}
     rows = csv.reader(text, delimiter=max(counts, key=counts.__getitem__), strict=True)
-    columns = next(rows, [])
-    if repeated := {name for name in columns if columns.count(name) > 1}:
-        raise ValueError(f"several columns are named {', '.join(map(repr, sorted(repeated)))}")
     try:
-        yield from _named_cells(columns, rows)
+        yield from _named_cells(next(rows, []), rows)
     except csv.Error as error:
         raise ValueError(f"{error} in line {rows.line_num}") from None
 
 
 def _named_cells(columns: Sequence[str], rows: Any) -> Iterator[dict[str, Any]]:
+    if repeated := {name for name in columns if columns.count(name) > 1}:
+        raise ValueError(f"several columns are named {', '.join(map(repr, sorted(repeated)))}")
     for cells in filter(None, rows):
         if any(cells[len(columns) :]):
             raise ValueError(

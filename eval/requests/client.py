@@ -57,6 +57,13 @@ class RequestError(Exception):
         self.advice = advice  # what to change
 
 
+class _Bearer(aiohttp.BasicAuth):
+    """An API key, sent unless the URL has a user; a netrc file does not replace it."""
+
+    def encode(self) -> str:
+        return f"Bearer {self.password}"
+
+
 class Connection:
     """Keep-alive connections to one server. Use as an async context manager."""
 
@@ -64,10 +71,9 @@ class Connection:
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         self._redact = redactor(_MIN_KEY_CHARS)
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
         self._http = aiohttp.ClientSession(
-            headers=headers,
+            auth=_Bearer("", endpoint.api_key) if endpoint.api_key else None,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=aiohttp.TCPConnector(limit=0),
             # YAML allows number keys

@@ -120,9 +120,9 @@ def _of_rows(rows: Sequence[Any], label: str) -> Iterator[Response]:
     for number, row in enumerate(rows, 1):
         values = {name: row.get(column) for name, column in columns.items()}
         place = f"{label}, row {number}"
-        if values["item"] in (None, ""):
-            raise ScoresError(f"{place}: no {columns['item']}; every row needs its item")
         texts = {name: text_of(value) for name, value in values.items() if name != "score"}
+        if texts["item"] is None:
+            raise ScoresError(f"{place}: no {columns['item']}; every row needs its item")
         texts["benchmark"] = texts.get("benchmark") or ""
         yield Response(score=score_in(values["score"], place), **texts)  # type: ignore[arg-type]
 

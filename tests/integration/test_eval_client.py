@@ -102,9 +102,11 @@ def test_text_goes_to_completions_under_v1_bypassing_proxies_and_omitting_unset_
     server: ArithmeticServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert text_of(ask(Endpoint(server.url + "/v1/", "m"), "2 + 3 = ?")) == FIVE
-    path, _, body = server.requests[0]
+    url = server.url.replace("//", "//user:password@")  # of a gateway, so the key is not sent
+    assert text_of(ask(Endpoint(url + "/v1/", "m", "key"), "2 + 3 = ?")) == FIVE
+    path, authorization, body = server.requests[0]
     assert (path, body["prompt"]) == ("/v1/completions", "2 + 3 = ?")
+    assert authorization == "Basic dXNlcjpwYXNzd29yZA=="
     assert not {"messages", "top_k", "stop", "stream"} & body.keys()
     fields = Sampling(max_tokens=1, top_k=20, stop=("\nProblem:",)).body(0)
     assert (fields["top_k"], fields["stop"]) == (20, ["\nProblem:"])

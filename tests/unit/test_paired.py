@@ -159,7 +159,7 @@ def test_what_has_no_counterpart_is_left_out_and_counted() -> None:
         (["good"], [1], "neither an array of numbers nor a table"),
         ([{"item": "a", "score": "B+"}], [1], r"before, row 1: the score 'B\+' is no number"),
         ([{"item": "a", "score": float("inf")}], [1], "row 1: the score is infinite"),
-        ([{"item": "", "score": 1}], [1], "row 1: no item"),
+        ([{"item": np.nan, "score": 1}], [1], "row 1: no item"),
         ([{"name": "a", "points": 1}], [1], r"no column item .* its columns are name, points"),
         ([{"item": "a", "points": 1}], [1], r"no column score .*Rename the one .* the score"),
         ({"score": [1, 2], "item": ["a"]}, [1], "columns of different lengths"),

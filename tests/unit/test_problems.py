@@ -236,6 +236,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         ("a.csv", "question,answer\n1,2\n1, 2,3\n", "as csv: line 3 has 3 cells"),
         ("a.csv", "answer,answer\n1,2\n", "as csv: several columns are named 'answer'"),
         ("a.csv", 'question,answer\n"1,2\n', "as csv: unexpected end of data in line 2"),
+        ("a.csv", '"a"b,answer\n1,2\n', "as csv: ',' expected after '\"' in line 1"),
         ("a.jsonl", "[1, 2]", "as jsonl: row 0 is 1, not a JSON object"),
         ("none.parquet", None, "is not a file, nor a folder of problem files"),
         ("data.txt", "problem\n", r"ends in '.txt'"),
