@@ -132,6 +132,7 @@ class Walk:
         self.source = b""
         self.is_file = False  # False for a text inside a file, such as the argument of `bash -c`
         self.functions: dict[str, tuple[Any, bytes, bool]] = {}
+        self.hidden: dict[str, Any] | None = None  # outer values of a function's local variables
         self.conditions: tuple[str, ...] = ()
         self.depth = 0
         self.status: Verdict = True
@@ -232,7 +233,9 @@ class Walk:
             self.set(child, source)
 
     def on_declaration_command(self, node: Any) -> None:
+        keyword = self.of(node.children[0])
         flags = "".join(self.of(child) for child in node.named_children if child.type == "word")
+        is_global = keyword in ("export", "readonly") or "g" in flags
         before = self.scope.copy()  # every value is expanded before any variable is set
         for child, source in self.sources(node.named_children):
             if child.type not in ("variable_assignment", "variable_name"):
@@ -241,11 +244,13 @@ class Walk:
                     self.script.notes.append(f"{self.at(child)}: {note}")
                 continue
             name = re.split(r"[+=\[]", source, maxsplit=1)[0]
+            if not is_global and self.hidden is not None and name not in self.hidden:
+                self.hidden[name] = self.scope.variables.pop(name, None)
             if child.type == "variable_assignment":
                 scope, self.scope = self.scope, before.copy()
                 self.set(child, source)
                 scope.variables[name], self.scope = self.scope.variables[name], scope
-            if self.of(node.children[0]) == "export" or "x" in flags:
+            if keyword == "export" or "x" in flags:
                 self.scope.exported.add(name)
 
     def on_unset_command(self, node: Any) -> None:
@@ -312,6 +317,9 @@ class Walk:
             case "read" | "mapfile" | "readarray" | "getopts":
                 for variable in filter(NAME.fullmatch, rest):
                     self.scope.assign(variable, self.scope.mark(variable, f"read by {name}"))
+            case "let":
+                for text in rest:
+                    number(self.scope, text)
             case "eval":
                 self.text(" ".join(rest))
             case "true" | ":" | "false" | "exec" | "set":
@@ -383,9 +391,10 @@ class Walk:
         return True
 
     def call(self, name: str, words: list[Word]) -> None:
-        """Call a function of the script; its `local` variables stay set."""
+        """Call a function of the script."""
         body, source, is_file = self.functions[name]
         outer, self.scope.positional = self.scope.positional, words
+        outer_hidden, self.hidden = self.hidden, {}
         try:
             with self.within(source, is_file):
                 self.block(body.children)
@@ -394,6 +403,9 @@ class Walk:
                 raise
         finally:
             self.scope.positional = outer
+            known = {**self.scope.variables, **self.hidden}
+            self.scope.variables = {key: one for key, one in known.items() if one is not None}
+            self.hidden = outer_hidden
 
     # Conditions
 

@@ -80,7 +80,7 @@ STATEMENT = st.one_of(
         lambda t: f'case "${{{t[0]}-}}" in {t[1]}) show one;; 1|2) show two;; *) C=other;; esac'
     ),
     WORD.map(lambda word: f'for i in {word} last; do show $i; [ "$i" = 2 ] && break; done'),
-    WORD.map(lambda word: f'f() {{ local v=$1; show "$#" "$@" "${{@:2}}" $v; }}; f {word} two'),
+    WORD.map(lambda word: f'f() {{ local A=$1; show "$#" "$@" "${{@:2}}" $A; }}; f {word} two'),
     st.just("while [ $N -lt 9 ]; do N=$((N + 2)); done; show $N"),
     WORD.map(lambda word: f"( A=inside; show $A {word} ); show $A"),
 )
@@ -174,6 +174,7 @@ def words_of(text: str, **given: str) -> list[str]:
         ("A=a/b\nfor ((i = 0; i < 3; i++)); do B=1; done\necho $B", ["echo", "1"]),
         ("A=1\nexport A=2 B=$A\necho $B", ["echo", "1"]),
         ("N=1\n(( N += 2 ))\necho $N", ["echo", "$(( N += 2 ))"]),
+        ("N=1\nlet N+=2\necho $N", ["echo", "$((N+=2))"]),
         ("A=a/b.sh\necho ${A##*/} ${A/b/c}", ["echo", "${A##*/}", "${A/b/c}"]),
         ("echo $'a' b", ["echo", "$'a'", "b"]),
         ("echo last \\\n", ["echo", "last"]),
