@@ -314,12 +314,10 @@ class Walk:
                 self.scope.positional = self.scope.positional[count:]
             case "set" if "--" in rest:
                 self.scope.positional = words[rest.index("--") + 2 :]
-            case "read" | "mapfile" | "readarray" | "getopts":
-                for variable in filter(NAME.fullmatch, rest):
-                    self.scope.assign(variable, self.scope.mark(variable, f"read by {name}"))
-            case "let":
-                for text in rest:
-                    number(self.scope, text)
+            case "read" | "mapfile" | "readarray" | "getopts" | "let":
+                for variable in filter(None, map(NAME.match, rest)):
+                    mark = self.scope.mark(variable[0], f"set by {name}")
+                    self.scope.assign(variable[0], mark)
             case "eval":
                 self.text(" ".join(rest))
             case "true" | ":" | "false" | "exec" | "set":

@@ -174,7 +174,7 @@ def words_of(text: str, **given: str) -> list[str]:
         ("A=a/b\nfor ((i = 0; i < 3; i++)); do B=1; done\necho $B", ["echo", "1"]),
         ("A=1\nexport A=2 B=$A\necho $B", ["echo", "1"]),
         ("N=1\n(( N += 2 ))\necho $N", ["echo", "$(( N += 2 ))"]),
-        ("N=1\nlet N+=2\necho $N", ["echo", "$((N+=2))"]),
+        ("N=1\nlet N+=2\necho $N", ["echo", "${N}"]),
         ("A=a/b.sh\necho ${A##*/} ${A/b/c}", ["echo", "${A##*/}", "${A/b/c}"]),
         ("echo $'a' b", ["echo", "$'a'", "b"]),
         ("echo last \\\n", ["echo", "last"]),
