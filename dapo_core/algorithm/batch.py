@@ -106,9 +106,15 @@ class Batch:
 
     @property
     def probe(self) -> Batch:
-        """One row, with pictures if any row has some, for the policy's own routing."""
+        """One row, with pictures if any row has some, for the policy's own routing.
+
+        A response of several tokens loses the last: vLLM scores a sequence only if it could sample
+        one more.
+        """
         pictured = [row for row, images in enumerate(self.images or ()) if images]
-        return replace(self.select([*pictured, 0][:1]), routing=None)
+        num_scored = self.response_lengths - (self.response_lengths > 1).long()
+        shorter = replace(self, response_lengths=num_scored, routing=None)
+        return shorter.select([*pictured, 0][:1])
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the given rows in the given order, trimmed to their longest sequence."""

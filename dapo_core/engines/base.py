@@ -229,7 +229,8 @@ class Engine(ABC):
     def log_probs(self, sequences: Sequences) -> list[list[float]]:
         """Return the log-probs [R] of (prompt, response_ids) pairs at temperature 1.
 
-        Raises RolloutError while requests are unfinished.
+        Raises RolloutError while requests are unfinished, and for pairs of max_model_tokens, which
+        leave no room for the one token that vLLM samples.
         """
         self._require_idle("compute log-probs")
         self._require_awake("compute log-probs", OF_ENGINES)

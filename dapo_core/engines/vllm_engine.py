@@ -98,12 +98,9 @@ class VllmEngine(Engine):
         self._model_path = model_path
         self._adapter: Any = None  # vLLM's request for it; None: the weights alone
         self._stop_ids = read_eos_ids(model_path)
-        self._max_tokens = settings.max_model_tokens
-        if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
-            self._max_tokens += 1  # vLLM samples one token even if only prompt log-probs are needed
         # vLLM computes prompt log-probs in the last stage only, which the first parts belong to.
         self._is_last_stage = part is None or part.rank < settings.tensor_parallel
-        self._engine = _start(model_path, settings, seed, self._max_tokens, part)
+        self._engine = _start(model_path, settings, seed, part)
         self._routing: ReturnedRouting | RecordedRouting | None = None
         if settings.records_routing:
             device = str(self._engine.vllm_config.device_config.device_type)
@@ -191,13 +188,6 @@ class VllmEngine(Engine):
 
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         for number, (prompt, response_ids) in enumerate(sequences):
-            num_tokens = len(prompt.token_ids) + len(response_ids)
-            if num_tokens >= self._max_tokens:
-                raise RolloutError(
-                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for "
-                    f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or "
-                    "data.max_prompt_tokens"
-                )
             token_ids = [*prompt.token_ids, *response_ids]
             if self._routing is not None:  # its prompt may serve later requests
                 self._routing.begin(str(number), token_ids, NO_ROUTING)
@@ -334,11 +324,7 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _start(
-    model_path: str | Path,
-    settings: EngineSettings,
-    seed: int,
-    max_tokens: int,
-    part: EnginePart | None,
+    model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None
 ) -> Any:
     os.environ |= VLLM_IN_PROCESS | (BATCH_INVARIANT if settings.batch_invariant else {})
     set_defaults(VLLM_QUIET)
@@ -359,7 +345,7 @@ def _start(
         # without targets, vLLM also wraps the head, which then fails on prompt log-probs
         replaced = {"enable_lora": True, "max_lora_rank": vllm_rank(lora)}
         replaced["lora_target_modules"] = [*lora.targets]
-    arguments: Any = device_arguments(current_platform.device_type, settings, max_tokens)
+    arguments: Any = device_arguments(current_platform.device_type, settings)
     if IMAGE_TOKEN in read_config(Path(model_path)):
         arguments.setdefault("limit_mm_per_prompt", {"video": 0})
     parts: Any = {} if part is None else {"distributed_executor_backend": "external_launcher"}
@@ -368,7 +354,7 @@ def _start(
             EngineArgs(
                 model=str(model_path),
                 dtype=settings.dtype,  # type: ignore[arg-type]
-                max_model_len=max_tokens,
+                max_model_len=settings.max_model_tokens,
                 max_num_seqs=settings.max_num_seqs,
                 seed=seed,
                 logprobs_mode=LOG_PROBS,
@@ -395,7 +381,7 @@ def _start(
     return engine
 
 
-def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
+def device_arguments(device: str, settings: EngineSettings) -> dict[str, Any]:
     """Return EngineArgs of the device and rollout.engine_args; see docs/training.md."""
     if device == "cpu":
         arguments: dict[str, Any] = {
@@ -406,7 +392,9 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
             "enforce_eager": settings.pipeline_parallel == 1,
             # vLLM 0.32 fails on a chunked prompt with a seed: "CPU Generator does not use offset"
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
+            "max_num_batched_tokens": max(
+                settings.max_model_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs
+            ),
         }
     else:
         arguments = {

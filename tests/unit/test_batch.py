@@ -230,7 +230,10 @@ def test_pictures_stay_with_their_rows_and_the_probe_shows_one() -> None:
     assert batch.images == [(), (), (image,), (image,)]
     assert batch.select([3, 0]).images == [(image,), ()]
     assert batch.probe.images == [(image,)]
-    assert batch.probe.token_ids.tolist() == batch.select([2]).token_ids.tolist()
+    # vLLM scores a sequence only if it could sample one more token
+    assert batch.probe.token_ids.tolist() == batch.select([2]).token_ids[:, :-1].tolist()
+    one_token = build_batch([make_group([1.0], num_response_tokens=1)], mask_truncated=False)
+    assert one_token.probe.response_lengths.tolist() == [1]
     shares, _ = split_batch(batch, num_data_ranks=2, max_tokens=100)
     held = [len(images) for share in shares for images in share.batch.images or ()]
     assert sorted(held) == [0, 0, 1, 1]

@@ -103,7 +103,7 @@ def test_unknown_engine_arguments_are_refused() -> None:
 
 def test_engine_arguments_by_device() -> None:
     settings = tiny_engine_settings()  # 8 sequences of 96 tokens
-    kinds = {device: device_arguments(device, settings, 96) for device in ("cpu", "cuda", "npu")}
+    kinds = {device: device_arguments(device, settings) for device in ("cpu", "cuda", "npu")}
     for arguments in kinds.values():
         require_known(arguments)
     assert kinds["cpu"]["enable_chunked_prefill"] is False  # so a step must fit the longest prompt
@@ -117,11 +117,11 @@ def test_engine_arguments_by_device() -> None:
         **kinds["cuda"],
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
     }
-    many = device_arguments("npu", replace(settings, max_num_seqs=1500), 96)
+    many = device_arguments("npu", replace(settings, max_num_seqs=1500))
     assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
     # vLLM rejects both keys for the sizes
     own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}
-    assert device_arguments("npu", replace(settings, engine_args=own), 96) == {
+    assert device_arguments("npu", replace(settings, engine_args=own)) == {
         "gpu_memory_utilization": 0.5,
         **own,
     }
