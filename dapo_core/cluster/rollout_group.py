@@ -146,6 +146,7 @@ def owned(responses: Sequence[Sampled]) -> list[Sampled]:
             response,
             response_ids=response.response_ids.copy(),
             rollout_log_probs=response.rollout_log_probs.copy(),
+            routing=response.routing.copy(),
         )
         for response in responses
     ]

@@ -29,6 +29,7 @@ RESERVED = {
     "speculative_config": "use rollout.speculation",
     "enable_lora": "use train.lora.rank",
     "max_lora_rank": "use train.lora.rank",
+    "lora_target_modules": "use train.lora.targets",
     "max_loras": "an engine has one adapter, the policy's",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "enable_sleep_mode": "use train.placement=colocated, which enables it",

@@ -175,11 +175,12 @@ def test_groups_contain_sampled_tokens_and_their_scores(
 
 
 def test_groups_that_wait_do_not_fill_rays_object_store(whole: dict[int, Group]) -> None:
-    sent = whole[100].rollouts
+    routing = np.zeros((9, 3, 2), np.uint8)
+    sent = [replace(rollout, routing=routing) for rollout in whole[100].rollouts]
     for own, view in zip(owned(sent), sent, strict=True):
         assert plain(own) == plain(view)
-        assert not np.shares_memory(own.response_ids, view.response_ids)
-        assert not np.shares_memory(own.rollout_log_probs, view.rollout_log_probs)
+        for name in ("response_ids", "rollout_log_probs", "routing"):
+            assert not np.shares_memory(getattr(own, name), getattr(view, name))
 
 
 def test_scoring_does_not_stop_the_engine(
