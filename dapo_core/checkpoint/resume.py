@@ -23,6 +23,7 @@ from dapo_core.checkpoint.folder import (
 )
 from dapo_core.checkpoint.identity import refuse_other_training
 from dapo_core.checkpoint.manifest import verify_checkpoint
+from dapo_core.checkpoint.recorded import DRAWS
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog
@@ -211,8 +212,8 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints, responses and metrics to `superseded-TIME`; the lock stays."""
-    beside = [folder.parent / name for name in (GENERATIONS, ROLLOUTS, METRICS_FILE)]
+    """Move checkpoints, draws, responses and metrics to `superseded-TIME`; the lock stays."""
+    beside = [folder.parent / name for name in (DRAWS, GENERATIONS, ROLLOUTS, METRICS_FILE)]
     # A kill in between must leave a training that can continue: oldest checkpoint first, metrics
     # last.
     candidates = (*step_folders(folder), folder / LATEST_FILE, *beside)

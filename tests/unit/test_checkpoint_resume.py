@@ -27,8 +27,9 @@ def output(tmp_path: Path) -> Path:
     write(
         make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10)
     )
-    for name in ("metrics.jsonl", "generations/step_5.jsonl"):
-        (tmp_path / "output" / name).parent.mkdir(exist_ok=True)
+    files = ("metrics.jsonl", "generations/step_5.jsonl", "draws/step_000005/carried_groups.json")
+    for name in files:
+        (tmp_path / "output" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "output" / name).write_text("{}\n", encoding="utf-8")
     return tmp_path / "output"
 
@@ -47,7 +48,7 @@ def test_never_moves_the_whole_training_aside(
         assert names_in(output / "checkpoints") == ["lock"]  # still held
     (aside,) = output.glob("superseded-*")
     assert names_in(output) == ["checkpoints", aside.name]
-    assert names_in(aside) == ["checkpoints", "generations", "metrics.jsonl"]
+    assert names_in(aside) == ["checkpoints", "draws", "generations", "metrics.jsonl"]
     assert names_in(aside / "checkpoints") == ["latest", "step_000005", "step_000010"]
     assert_complete(aside / "checkpoints" / "step_000010", make_state(10))
     assert aside.name in caplog.text
