@@ -193,7 +193,7 @@ def _require_comparable(before: Evaluation, after: Evaluation) -> None:
                 f"{len(only)} of {len(side.items)} items are only in {label} (first: {only[0]!r})"
             )
     shared = [identity for identity in before.items if identity in after.items]
-    for field in ("prompt", "gold", "level", "subject"):
+    for field in ("prompt", "images", "gold", "level", "subject"):
         changed = [
             i
             for i in shared
@@ -201,8 +201,8 @@ def _require_comparable(before: Evaluation, after: Evaluation) -> None:
         ]
         if changed:
             reasons.append(
-                f"{field}s: {len(changed)} of {len(shared)} shared items differ (first: "
-                f"{changed[0]!r})"
+                f"{field.removesuffix('s')}s: {len(changed)} of {len(shared)} shared items differ "
+                f"(first: {changed[0]!r})"
             )
     if reasons:
         raise ComparisonError(

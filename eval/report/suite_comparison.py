@@ -132,17 +132,17 @@ def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
 
 
 def problem_digests(evaluation: Evaluation) -> dict[str, str]:
-    """{item: digest of its problem, without the template and with normalized white space}."""
+    """{item: digest of its problem and pictures, without the template and with normalized white
+    space}.
+    """
     text = (evaluation.settings.get("prompt_template") or {"text": PLACE})["text"]
     before, _, after = text.partition(PLACE)
-    return {
-        identity: hashlib.sha256(
-            " ".join(samples[0].problem.removeprefix(before).removesuffix(after).split()).encode(
-                errors="replace"
-            )
-        ).hexdigest()
-        for identity, samples in evaluation.items.items()
-    }
+    found = {}
+    for identity, (row, *_) in evaluation.items.items():
+        words = row.problem.removeprefix(before).removesuffix(after).split()
+        asked = " ".join([*words, *(row.images or ())])
+        found[identity] = hashlib.sha256(asked.encode(errors="replace")).hexdigest()
+    return found
 
 
 def _counted_once(pairs: Sequence[Paired]) -> list[list[tuple[int, int]]]:

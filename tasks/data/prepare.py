@@ -199,8 +199,9 @@ def _find_held_out(
         dropped = {first + row for row in rows}
         if warning:
             logger.warning(warning)
+        new = dropped - left_out
         for number, hit in {first + hit.row: hit for hit in found}.items():
-            if number in dropped - left_out:
+            if number in new:
                 count.remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")
         hits += found
         left_out |= dropped

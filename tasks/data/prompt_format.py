@@ -10,6 +10,7 @@ from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from eval.problems.prompts import DEFAULT, TEMPLATES, Message, read_utf8
 from eval.problems.rows import Row, text_of
+from eval.problems.values import is_missing
 from tasks.config.data import ColumnsConfig
 
 # {name}, but not the argument of a LaTeX command such as \boxed{answer}.
@@ -31,7 +32,8 @@ class PromptFormat:
         """The chat for a row: its own if that is kept, else the filled-in template."""
         chat = list(problem.messages or ()) if self.keeps_chat else []
         if not chat:
-            values = {name: str(row.get(name) or "") for name in self.columns}
+            given = {name: row.get(name) for name in self.columns}
+            values = {name: "" if is_missing(one) else str(one) for name, one in given.items()}
             values["problem"] = problem.text
             text = _PLACE.sub(lambda match: values.get(match[1], match[0]), self.text)
             chat = [{"role": "user", "content": text}]

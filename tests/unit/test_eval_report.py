@@ -390,14 +390,17 @@ def test_different_settings_are_named_and_refused(
 def test_different_items_prompts_golds_and_samples_are_counted_and_refused() -> None:
     items = [replace(ITEMS[0], id="other"), replace(ITEMS[1], gold="9"), *ITEMS[2:]]
     items[2] = replace(items[2], prompt=({"role": "user", "content": "changed"},))
+    after = evaluation(items, " ".join(["rr"] * 8))
+    after.items["3"][0].images = ["other.png"]
     with pytest.raises(ComparisonError) as caught:
-        compare_evaluations(evaluation(ITEMS, "r" * 8), evaluation(items, " ".join(["rr"] * 8)))
+        compare_evaluations(evaluation(ITEMS, "r" * 8), after)
     message = str(caught.value)
     assert "responses per item: 1 before, 2 after" in message
     assert "1 of 8 items are only in before (first: '0')" in message
     assert "1 of 8 items are only in after (first: 'other')" in message
     assert "prompts: 1 of 7 shared items differ (first: '2')" in message
     assert "golds: 1 of 7 shared items differ (first: '1')" in message
+    assert "images: 1 of 7 shared items differ (first: '3')" in message
 
 
 def test_evaluations_without_common_answers_are_refused() -> None:

@@ -78,7 +78,7 @@ def test_every_format_gives_the_same_rows_to_training_and_evaluation(
 ) -> None:
     path = write(tmp_path / f"mine{suffix}", ROWS)
     held_out = write(
-        tmp_path / f"other{suffix}", [{"problem": "Find 9 + 9.", "answer": "018", "hint": ""}]
+        tmp_path / f"other{suffix}", [{"problem": "Find 9 + 9.", "answer": "018", "hint": 0}]
     )
     _, rows = prepare(
         recipe(tmp_path, path, held_out, prompt_template="{problem} ({hint}) In \\boxed{hint}."),
@@ -91,7 +91,7 @@ def test_every_format_gives_the_same_rows_to_training_and_evaluation(
     assert [row["reward_model"]["ground_truth"] for row in rows] == [row["answer"] for row in ROWS]
     assert {row["data_source"] for row in rows} == {"exact"}
     [item] = load_set(tmp_path / "prepared" / "eval.parquet").items
-    assert (item.gold, item.prompt[0]["content"]) == ("018", "Find 9 + 9. () In \\boxed{hint}.")  # type: ignore[index]
+    assert (item.gold, item.prompt[0]["content"]) == ("018", "Find 9 + 9. (0) In \\boxed{hint}.")  # type: ignore[index]
 
 
 def test_any_schema_is_mapped_and_a_folder_of_files_is_one_set(tmp_path: Path) -> None:

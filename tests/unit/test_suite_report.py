@@ -17,7 +17,7 @@ from eval.results.rows import Evaluation
 from eval.results.statistics import holm, sign_flip_test
 from eval.results.suite import Member, write_suite
 from flows.cli import app
-from tests.evaluations import make_rows, write_report, write_results
+from tests.evaluations import make_row, make_rows, write_report, write_results
 
 # rises by 6 of 20, falls by 8 of 20, falls by 1 of 4: McNemar p 2 / 2^6, 2 / 2^8, 1
 OUTCOMES = {
@@ -259,6 +259,12 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(
     assert page.count("<svg") == 1
     assert 'href="checkpoints.html"' in (tmp_path / "report" / "report.html").read_text()
     assert "step 50 is not shown: no room" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_one_question_about_two_pictures_is_two_problems() -> None:
+    item = items_of("How many?", 1)[0]
+    rows = [make_row(item, "r", id=name, images=[name]) for name in ("a.png", "b.png")]
+    assert len({*problem_digests(Evaluation.of({}, rows)).values()}) == 2
 
 
 def digests(items: list[Item]) -> list[str]:
