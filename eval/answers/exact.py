@@ -450,7 +450,7 @@ _CHOSEN = re.compile(
     r'(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
 _LABELLED = re.compile(r"(?:\(\s*[A-J]\s*\)|[A-J]\s*[.:)](?=\s))\s*(.+)")  # `(A) 5` answers 5, too
-_FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
+_FURTHER = re.compile(r"\W*(?:(?:and|or)\b|(?:[A-Z]|[IVX]+)\b|(?:[a-j]|[ivx]+)\))")
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
@@ -459,7 +459,7 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
     if expected is None or not re.search(r'["(]|^[A-J]$', gold):
         return None
     predicted = _CHOSEN.fullmatch(prediction)
-    if predicted is None or _FURTHER_LETTER.match(predicted.group(2)):
+    if predicted is None or _FURTHER.match(predicted.group(2)):
         return None
     if predicted.group(2) and not re.match(r'\W*("|\(|[A-Z])', prediction):
         return None

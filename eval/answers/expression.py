@@ -270,7 +270,10 @@ class _Parser:
         if name in _NUM_ARGUMENTS:
             return ("call", name, *(self.argument() for _ in range(_NUM_ARGUMENTS[name])))
         if name == "angle" or name == "triangle":
-            return ("call", name, self.term())
+            node = self.term()
+            if name == "angle" and node[0] == "mul" and node[1][0] == "mul":  # the vertex counts
+                return ("call", name, ("mul", node[1][1], node[2]), node[1][2])
+            return ("call", name, node)
         if name in _UNREADABLE:
             raise NotReadableError(name)
         return ("var", self.subscripted(f"\\{name}"))

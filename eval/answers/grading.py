@@ -238,7 +238,7 @@ class MathGrader(Grader):
     starts when the first row needs it.
     """
 
-    rule = "exact/7+aisbench-v2/2"
+    rule = "exact/8+aisbench-v2/2"
 
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes
@@ -304,7 +304,7 @@ class MathGrader(Grader):
 class GeometryGrader(MathGrader):
     """The exact rule beside mathruler's, by which AISBench grades Geometry3K."""
 
-    rule = "exact/7+mathruler/1"
+    rule = "exact/8+mathruler/1"
 
     def _grade(
         self,
