@@ -48,7 +48,7 @@ CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage balance batch checkpoi
   renamed_device training vision)
 # Excluded: vLLM (see test-ascend-engine), the slowest tests, and trainings on threads, which crash a CUDA build of
 # torch 2.10 without a device (FakeTensorMode).
-CORE_EXCLUDED := test_vllm_and_transformers or test_a_killed or test_placement or test_a_stalled_step or \
+CORE_EXCLUDED := test_vllm_and_transformers or test_placement or test_a_stalled_step or \
   test_names_and_memory or test_a_model_that_reads_pictures_trains or test_a_training_replays
 ENGINE_TESTS := $(patsubst %,tests/integration/test_%.py,engines weight_sync merge)
 # Excluded: batches of greedy and sampled requests, since vLLM 0.23's CPU sampler then loses the seeds; adapters in vLLM,

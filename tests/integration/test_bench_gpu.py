@@ -147,16 +147,3 @@ def test_a_part_that_fails_or_hangs_is_a_row_with_its_error(
 
 def test_all_shares_fit_into_six_minutes(gpu: ModuleType) -> None:
     assert sum(gpu.SHARES.values()) <= 350
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)  # each part may take its share on a busy machine
-def test_one_command_measures_every_part(tmp_path: Path) -> None:
-    command = [sys.executable, BENCH / "gpu.py", tmp_path, "--device", "cpu", "--tiny"]
-    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    assert not [row for row in report["rows"] if "error" in row]
-    assert {row["part"] for row in report["rows"]} == set(report["seconds"])
-    page = (tmp_path / "gpu.md").read_text()
-    assert "checksums |\n" in page
-    assert "| step 2 |" in page

@@ -1,10 +1,7 @@
 """LoRA: adapters train alike on any ranks, and alone have gradients, moments and checkpoints."""
 
-import importlib
 import json
-import multiprocessing
 import shutil
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.errors import CheckpointError, ModelError
 from dapo_core.merge import lora
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.model.folder import MERGE_MANIFEST, SINGLE_FILE, model_fingerprint
 from dapo_core.model.lora import (
     ADAPTER_CONFIG,
@@ -34,12 +30,9 @@ from dapo_core.model.lora import (
     is_adapter,
 )
 from dapo_core.policy.rank import Policy
-from dapo_core.training import train
-from durable import read_json_lines
 from flows.config import Config
 from tasks import chain
 from tasks.artifacts.artifact import Artifact
-from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.config import ModelConfig
 from tasks.fetched_model import link_model_folder
 from tasks.links import link_of
@@ -47,13 +40,10 @@ from tasks.runs.run import Run
 from tests.batches import loss_tokens_of, one_by_one, random_batch
 from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
-from tests.in_process import without_ray
-from tests.processes import wait_until
 from tests.ranks import run_ranks
 from tests.recorded_runs import Outcome, produce, small_config
 from tests.sent_weights import sent_weights
 from tests.tiny_models import build_adapter, build_tiny
-from tests.trainings import World, config_of
 
 LORA = {"rank": 4, "alpha": 12}
 KL = {"place": "loss", "coefficient": 0.5}
@@ -399,36 +389,3 @@ def test_the_chain_merges_adapters_in_the_recipes_precision(
     assert 0 < manifest["rounding_error"] < 1
     adapter = load_file(folder / ADAPTER_FOLDER / ADAPTER_FILE)
     assert {each.dtype for each in adapter.values()} == {torch.float32}
-
-
-def _train(output: Path, world: World) -> None:
-    sections: dict[str, Any] = {
-        "algorithm": {"kl": KL},
-        "rollout": {"temperature": 0.9},
-        "train": {"total_steps": 6, "num_ranks": 1, "lora": {**LORA, "dropout": 0.1}},
-    }
-    with without_ray():
-        train(config_of(**sections), world.data, world.model, output)
-
-
-def test_a_killed_training_of_adapters_ends_with_the_same_bits(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All roles are killed; it continues from adapters alone, their moments and the dropout."""
-    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
-    crash = importlib.import_module("crash")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = multiprocessing.get_context("spawn").Process(target=_train, args=(killed, world))
-    process.start()
-    metrics = killed / METRICS_FILE
-    wait_until(lambda: metrics.exists() and len(read_json_lines(metrics)) > 1, "two steps")
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    for output in (killed, whole):
-        _train(output, world)
-    assert crash.differences(whole, killed) == []
-    tensors = crash.read_tensors(killed / "checkpoints" / "step_000006")
-    saved = [name for name in tensors if name.startswith(("model.", "optimizer."))]
-    assert len(saved) > 50
-    assert all(".lora_" in name for name in saved)

@@ -1,6 +1,5 @@
-"""Several nodes, as raylets on one machine: placement, a lost node, a node without the files."""
+"""Several nodes, as raylets on one machine: placement, preflight, a node without the files."""
 
-import json
 import os
 import re
 import shutil
@@ -9,20 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from dapo_core.cluster import shrink
 from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_token
 from dapo_core.cluster.placement import Demand, place_roles, reserve
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.config.train import TrainConfig
 from dapo_core.errors import ConfigError
 from dapo_core.machine.device import device_for
-from dapo_core.training import train
 from flows.config import load_config
 from tasks.preflight.cluster import check_cluster
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -58,34 +54,6 @@ def cluster(shared: Path) -> Iterator[Cluster]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
         yield cluster
         cluster.shutdown()
-
-
-def test_training_continues_smaller_after_losing_a_node(
-    cluster: Cluster,
-    world: World,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    node = cluster.add_node(num_cpus=1)
-    monkeypatch.setattr(shrink, "SETTLE_SECONDS", 4.0)
-    changes = {"total_steps": 3, "on_lost_node": "shrink", "restart_delay_seconds": 0.0}
-    config = config_of(train={"ray_address": cluster.address, **changes})
-
-    def lose_node(step: int, _: dict[str, float]) -> None:
-        if step == 2 and node in cluster.worker_nodes:  # once; step 1 has its checkpoint
-            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-            workers = raylet.children(recursive=True)
-            cluster.remove_node(node, allow_graceful=False)
-            psutil.wait_procs(workers)  # wait until they notice, which may take longer than a step
-
-    result = train(config, world.data, world.model, tmp_path, on_step=lose_node)
-    assert result.steps == 3
-    assert "training continues with 1 of 2 ranks and 1 of 1 engines" in caplog.text
-    assert "from checkpoint step_00000" in caplog.text
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-    assert len(list(result.checkpoint.glob("*.distcp"))) == 1  # one shard per rank
 
 
 @pytest.fixture(scope="module")

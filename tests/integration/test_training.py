@@ -1,10 +1,7 @@
-"""Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
+"""Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints."""
 
-import importlib
 import json
 import os
-import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +9,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dapo_core.checkpoint.state import read_state
 from dapo_core.errors import RolloutError
@@ -20,12 +16,11 @@ from dapo_core.metrics.log import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines
-from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes import supervisor
 from tests.in_process import without_ray
 from tests.metric_names import expand
 from tests.processes import start_time_of, wait_until
-from tests.trainings import NUM_PROBLEMS, World, config_of, settings
+from tests.trainings import NUM_PROBLEMS, World, config_of
 
 SAMPLING = {"temperature": 0.9}  # the probe after each sync compares at 1
 TOTAL_STEPS = 8
@@ -246,32 +241,6 @@ def started_since(before: dict[int, str]) -> Callable[[], bool]:
         pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before
     }
     return lambda: all(start_time_of(pid) != at for pid, at in started.items())
-
-
-def test_a_killed_training_ends_with_the_same_bits(
-    run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`dapo train` restarts a dead rank or worker; its stage runs a dead command again.
-
-    One kill a run of this test, of a random role, because each start of Ray takes a while.
-    """
-    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
-    crash = importlib.import_module("crash")
-    recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
-    train = {"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0}
-    recipe.write_text(yaml.safe_dump(settings(train=train, rollout=SAMPLING)))
-    training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
-    role = chance.choice(["rank", "worker", "raylet", "group"])
-    moment = crash.Moment(role, chance.randint(1, 4), chance.uniform(0, 0.2))
-    assert crash.train_through_kills(training, [moment]) == 1, role
-    log = training.log_path.read_text(errors="replace")
-    named = {"rank": "policy rank [01] of 2 .*", "worker": "rollout worker 0 of 1 .*"}
-    if role in named:
-        assert re.search(rf"{named[role]}died: .*training restarts in 0 s from", log), log[-3000:]
-    assert crash.differences(run.folder, training.output) == []
-    names = {".".join(name.split(".")[:2]) for name in crash.read_tensors(run.result.checkpoint)}
-    assert {"rng.rank_0", "rng.rank_1"} <= names  # the comparison had something to compare
-    assert len(crash.read_tensors(run.result.checkpoint)) > 50
 
 
 def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ from durable import read_json_lines
 from flows.config import load_config
 from tests.in_process import without_ray
 from tests.metric_names import NAME_VALUE
-from tests.tiny_models import build_tiny
 from tests.trainings import World, config_of
-from tests.vllm_experts import runs_experts
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
@@ -371,38 +369,3 @@ def test_a_skipped_step_advances_the_data_but_not_the_policy(start: Start, tmp_p
     checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert read_state(checkpoint).prompt_position == 6
-
-
-@runs_experts
-def test_a_mixture_divided_over_ranks_learns_with_the_engines_experts(
-    start: Start, tmp_path: Path
-) -> None:
-    """With the algorithm of configs/arith_cpu_moe.yaml, GSPO and R3; the last step is resumed, and
-    its experts are not divided.
-    """
-    recipe = load_config(RECIPES / "arith_cpu_moe.yaml")
-    num_experts = recipe.model.recipe.num_experts
-    model = build_tiny(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
-    lines: list[dict[str, float]] = []
-    for total_steps, expert_parallel in ((10, recipe.train.expert_parallel), (11, 1)):
-        lines = start(
-            ASCII_SCORER,
-            model=model,
-            algorithm=recipe.algorithm.model_dump(exclude_defaults=True),
-            reward=NO_OVERLONG,
-            rollout={"engine": "vllm"},
-            train={
-                **ONE_UPDATE,
-                "num_ranks": recipe.train.num_ranks,
-                "expert_parallel": expert_parallel,
-                "total_steps": total_steps,
-            },
-            checkpoint={"save_every": 10},
-        )
-    assert [line["step"] for line in lines] == [*range(1, 12)]
-    for line in lines:
-        assert line["actor/grad_norm"] > 0
-        assert line["weight_sync/probe_difference"] < 1e-4
-    scores = [line["critic/score/mean"] for line in lines]
-    assert sum(scores[-2:]) > sum(scores[:2]) + 0.2
-    assert lines[0]["rollout/fresh_log_probs_diff_mean"] < 1e-4
