@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,7 @@ STEP_COLUMNS = {
 
 # Stages never wait for the server; the flow run waits for this thread at its end.
 sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-page")
+_give_up_at = math.inf  # on an unreachable server, once the flow run waits
 
 
 def artifact_key(recipe: str, name: str) -> str:
@@ -106,8 +108,14 @@ def show_report(run: Run, folder: Path, verdict: str) -> None:
 
 
 def wait_until_sent() -> None:
-    """Wait until everything has been sent; Prefect's client cannot send while Python shuts down."""
+    """Wait until everything has been sent; Prefect's client cannot send while Python shuts down.
+
+    An unreachable server is retried for PATIENCE_SECONDS in all.
+    """
+    global _give_up_at
+    _give_up_at = time.monotonic() + PATIENCE_SECONDS
     sender.submit(lambda: None).result()
+    _give_up_at = math.inf
 
 
 def unwrapped(markdown: str) -> str:
@@ -227,23 +235,25 @@ class PageArtifact:
         ids: dict[str, Any] = {"flow_run_id": flow_run.id, "task_run_id": task_run.id}
         self._request = ArtifactCreate(key=key, type=kind, description=description, **ids)
         self._id: UUID | None = None
+        self._unsent: deque[Any] = deque(maxlen=1)  # a newer content replaces one in line
 
     def show(self, data: Any) -> None:
         """Send the content to this flow run's API in the background; nothing outside a flow run."""
         if self._request.flow_run_id is None:
             # a client without a server address would start a server that outlives this process
             return
-        data = redacted(data)
-        sender.submit(contextvars.copy_context().run, self._send, data)
+        self._unsent.append(redacted(data))
+        sender.submit(contextvars.copy_context().run, self._send)
 
-    def _send(self, data: Any) -> None:
+    def _send(self) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
+        data = self._unsent.pop() if self._unsent else None
+        while data is not None:
             try:
                 return self._send_once(data)
             except (httpx.HTTPError, PrefectException, RuntimeError) as error:
                 is_away = isinstance(error, httpx.TransportError)
-                if not is_away or time.monotonic() > deadline:
+                if not is_away or time.monotonic() > min(deadline, _give_up_at):
                     logger.warning(
                         "cannot show %s in the Prefect UI: %s: %s",
                         self._request.key,
