@@ -21,9 +21,14 @@ QUIET_LOGGERS = (
 STAGE_WIDTH = 16
 
 
-def print_messages() -> None:
-    """Print log messages to standard output; on a terminal, show training steps as a bar."""
-    output = StandardOutput()
+def print_messages(is_error: bool = False) -> None:
+    """Print log messages to standard output; on a terminal, show training steps as a bar.
+
+    With `is_error`, to standard error.
+    """
+    output: logging.StreamHandler[TextIO] = (
+        logging.StreamHandler() if is_error else StandardOutput()
+    )
     if sys.stdout.isatty():
         from flows.progress import StepBar
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import importlib.metadata
-import logging
 import os
 import re
 import sys
@@ -138,9 +137,8 @@ def main() -> None:
     from tasks.execution.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nor bars while loading weights
-    print_messages()
-    if {"--json", "--export"} & {*sys.argv}:  # nothing else belongs on standard output
-        logging.getLogger("heartbeat").setLevel(logging.WARNING)
+    # nothing else belongs on standard output
+    print_messages(is_error=not {"--json", "--export"}.isdisjoint(sys.argv))
     try:
         app()
     except (DapoError, EvaluationError, DownloadError) as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import re
 import signal
 import subprocess
@@ -62,6 +63,18 @@ def refusal(*words: str | Path) -> str:
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     return done.stderr
+
+
+def test_messages_of_a_command_that_prints_json_are_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a new process
+    record = tmp_path / "runs" / "20260101T000000.000Z-1" / "run.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    done = dapo("runs", "--store", tmp_path, "--json")
+    assert done.stdout == "[]\n"
+    assert "run skipped" in done.stderr
 
 
 def test_config_show_prints_derived_numbers_to_stderr() -> None:
