@@ -6,7 +6,7 @@ from prefect.states import Completed
 
 from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
-from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
+from flows.recipe_flow import DEFAULT_CONFIG, Overrides, recipe_flow
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import (
     evaluate_model,
@@ -24,7 +24,7 @@ from tasks.runs.signal import require_signal
 
 
 @recipe_flow("dapo-full")
-def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any]:
+def dapo_full(config: str = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better."""
     settings = load_config(config, overrides)
     require_ready(settings)

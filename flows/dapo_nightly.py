@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flows.config import load_config
 from flows.dapo_full import outcome, run_chain
-from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow, scheduled_night
+from flows.recipe_flow import DEFAULT_CONFIG, Overrides, recipe_flow, scheduled_night
 from tasks.execution.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tasks.preflight.run import require_ready
 from tasks.runs.nights import with_last_night
@@ -23,7 +23,7 @@ EPOCH = datetime.date(1970, 1, 1)
 
 @recipe_flow("dapo-nightly")
 def dapo_nightly(
-    config: ConfigPath = DEFAULT_CONFIG,
+    config: str = DEFAULT_CONFIG,
     overrides: Overrides = (),
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,

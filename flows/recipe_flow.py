@@ -30,7 +30,6 @@ DESCRIPTIONS = {
     "fresh_seed": "Seed each night with its date (days since 1970); otherwise all is cached.",
 }
 
-ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
 Overrides = tuple[str, ...]
 Side = Annotated[str, Field(pattern=r"^[\w-]*$")]
 

@@ -3,7 +3,7 @@
 from prefect import Flow
 
 from flows.config import load_config
-from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, Side, recipe_flow
+from flows.recipe_flow import DEFAULT_CONFIG, Overrides, Side, recipe_flow
 from tasks import chain
 from tasks.execution.task import StageTask
 from tasks.links import label_of, link_of
@@ -17,7 +17,7 @@ def stage_flow(task: StageTask[...]) -> Flow[..., str]:
     """Return the flow of one stage; its output is the path of the artifact."""
 
     def run_stage(
-        config: ConfigPath = DEFAULT_CONFIG,
+        config: str = DEFAULT_CONFIG,
         overrides: Overrides = (),
         side: Side = "",
         force: bool = False,
@@ -41,7 +41,7 @@ evaluate_model = stage_flow(chain.evaluate_model)
 
 
 @recipe_flow("compare")
-def compare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> str:
+def compare(config: str = DEFAULT_CONFIG, overrides: Overrides = ()) -> str:
     """Write the report comparing a recipe's two evaluations in the store."""
     with Run.start(load_config(config, overrides), "compare") as run:
         before, after = run.take("evaluate_before"), run.take("evaluate_after")
