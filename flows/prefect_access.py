@@ -113,7 +113,7 @@ def _status(url: str) -> int | None:
 
     host = urlsplit(url).hostname or ""
     is_here = is_loopback(host) or host in {each.strip("[]") for each in own_addresses()}
-    with contextlib.suppress(httpx.HTTPError):
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
         return httpx.get(url, timeout=5.0, trust_env=not is_here).status_code
     return None
 

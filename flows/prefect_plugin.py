@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from prefect.plugins import SetupResult, register_hook
 
 from dapo_core.errors import ConfigError
-from flows.prefect_settings import PROJECT_SETTINGS
+from flows.prefect_settings import PROJECT_SETTINGS, no_proxy
 from flows.services import api_url, read_deployments
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     missing = {name: value for name, value in PROJECT_SETTINGS.items() if name not in os.environ}
     if not ctx.api_url and (url := api_url()):
         missing["PREFECT_API_URL"] = url
-    return SetupResult(env=missing)
+    return SetupResult(env=missing | {"no_proxy": no_proxy(os.environ)})
 
 
 def complete_names(words: list[str], project: Path) -> list[str]:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import platform
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -84,7 +85,8 @@ def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> N
 
 @contextlib.contextmanager
 def _private_server(url: str, port: int, auth: str) -> Iterator[SupervisedProcess]:
-    log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
+    name = f"{platform.node()}-{os.getpid()}.log"  # containers may share a home
+    log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / name
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

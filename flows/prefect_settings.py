@@ -6,10 +6,11 @@ Flow runs inherit the environment of their worker, so these settings apply to th
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+THIS_MACHINE = "127.0.0.1,localhost,::1"
 PROJECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -38,3 +39,10 @@ def apply_prefect_settings(environment: MutableMapping[str, str] = os.environ) -
     }
     for name, value in settings.items():
         environment.setdefault(name, value)
+    environment["no_proxy"] = no_proxy(environment)
+
+
+def no_proxy(environment: Mapping[str, str]) -> str:
+    """Return a `no_proxy` with this machine: Prefect's client asks a proxy for any server."""
+    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    return given if given.endswith(THIS_MACHINE) else f"{given},{THIS_MACHINE}".lstrip(",")

@@ -35,7 +35,7 @@ import psutil
 import yaml
 
 from dapo_core.errors import ConfigError
-from dapo_core.machine.ports import bind_fault, free_ports
+from dapo_core.machine.ports import bind_fault, free_ports, is_ipv6
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_access import (
     AUTH_VARIABLES,
@@ -48,7 +48,7 @@ from flows.prefect_access import (
     is_loopback,
     require_server,
 )
-from flows.prefect_settings import apply_prefect_settings
+from flows.prefect_settings import apply_prefect_settings, no_proxy
 from redaction import add_secret_url
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ CRASH_AUTOMATION_FILE = Path(__file__).with_name("crashed_runs.yaml")
 PREFECT_FILE = "prefect.yaml"
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 LOOPBACK, DEFAULT_PORT = "127.0.0.1", 4200
+EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "[::1]"}  # to listen at all addresses, and one of them
 DATABASE_VARIABLES = (
     "PREFECT_SERVER_DATABASE_CONNECTION_URL",
     "PREFECT_API_DATABASE_CONNECTION_URL",
@@ -215,6 +216,7 @@ class Services:
 
     def client(self, url: str) -> AbstractContextManager[SyncPrefectClient]:
         """Return a client of a server as a context manager."""
+        os.environ["no_proxy"] = no_proxy(os.environ)
         if self.is_own(url):
             os.environ["PREFECT_HOME"] = str(self.home)  # read when Prefect is imported
         return connected(url)
@@ -480,8 +482,9 @@ def _start_server(
             f"also for clients{other}"
         )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
-    api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
-    page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"
+    shown = f"[{host}]" if is_ipv6(host) else host
+    api_url = f"http://{EVERYWHERE.get(host, shown)}:{port}/api"
+    page_url = f"http://{platform.node() if host in EVERYWHERE else shown}:{port}"
     environment = services.environment(
         PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api"
     )

@@ -296,7 +296,8 @@ def stop_dapo_runs(place: Path) -> None:
             run = site.wait_for("a run to build the model", find_builder, PATIENCE_SECONDS)
             home = runs.pop(run)
             processes = psutil.Process(run.pid).children(recursive=True)
-            assert "Traceback" not in (home / "servers" / f"{run.pid}.log").read_text()
+            [log] = (home / "servers").glob(f"*-{run.pid}.log")
+            assert "Traceback" not in log.read_text()
             run.send_signal(stop_signal)
             assert run.wait(GONE_SECONDS) != 0
             assert_all_gone(processes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 import yaml
 from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
@@ -32,7 +33,7 @@ from flows.prefect_server import (
     require_server,
     wait_for_private_server,
 )
-from flows.prefect_settings import PROJECT_SETTINGS
+from flows.prefect_settings import PROJECT_SETTINGS, apply_prefect_settings
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tasks.processes.child import background_command
 from tests.operated import ROOT
@@ -104,6 +105,9 @@ def test_a_server_reachable_from_other_machines_needs_a_password_that_is_not_sto
     services._start_server(place, "0.0.0.0", None, None)
     [(command, environment)] = server.commands
     assert environment["PREFECT_SERVER_API_AUTH_STRING"] == f"dapo:{PASSWORD}"
+    for host, reached_at in {"::1": "[::1]", "::": "[::1]", "0.0.0.0": "127.0.0.1"}.items():
+        services._start_server(place, host, 4200, None)
+        assert server.read()["api_url"] == f"http://{reached_at}:4200/api"
     assert PASSWORD not in "".join(command) + server.record_path.read_text()
     monkeypatch.delenv("PREFECT_API_AUTH_STRING")
     with pytest.raises(
@@ -316,6 +320,13 @@ def test_proxies_are_only_used_for_remote_servers(
         "http://prefect.invalid/api/health",
         "/api/health",
     ]
+    environment = {"NO_PROXY": "intranet"}
+    for _ in range(2):  # a child of a run applies them again
+        apply_prefect_settings(environment)
+    assert environment["no_proxy"] == "intranet,127.0.0.1,localhost,::1"
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("no_proxy", environment["no_proxy"])
+    assert httpx.get(f"{keeper}/api/health").status_code == 401  # as Prefect's client asks
 
 
 def test_a_private_server_is_not_confused_with_another_one_on_its_port(
@@ -350,6 +361,9 @@ def test_prefect_gets_settings_that_the_user_has_not_set(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DO_NOT_TRACK", "0")
     others = {name: value for name, value in PROJECT_SETTINGS.items() if name != "DO_NOT_TRACK"}
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "intranet")
+    others["no_proxy"] = "intranet,127.0.0.1,localhost,::1"
     assert set_up(monkeypatch, "/bin/prefect", "version") == others
     assert set_up(monkeypatch, "/bin/dapo", "run") is None
     place = Services(Path(".dapo"))
