@@ -13,16 +13,20 @@ MIN_SECRET_CHARS = 6  # shorter values are placeholders such as EMPTY, or ordina
 MIN_URL_PART_CHARS = 16
 _SECRET_NAME = re.compile(
     r"(^|_)((API|ACCESS|SECRET|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)_?KEY|TOKEN|PAT|"
-    r"SECRET|CREDENTIALS?|AUTH_STRING"
-    r"|PASSWORD|PASSWD|PASSPHRASE|PASS|(?<=_)PWD|DSN|CONNECTION_STRING)$",
+    r"SECRET|CREDENTIALS?|AUTH_STRING|PASS|(?<=_)PWD|DSN|CONNECTION_STRING|COOKIE|HEADERS)$"
+    r"|(PASSWORD|PASSWD|PASSPHRASE|SSHPASS)$",
     re.IGNORECASE,
 )
 _KEY_NAME = re.compile(r"(^|_)KEY$", re.IGNORECASE)  # PRIMARY_KEY=problem is not a secret
 _KEY_VALUE = re.compile(r"(?=\D*\d)(?=[^a-z]*[a-z])\S{16,}", re.IGNORECASE)
 _WEBHOOK_NAME = re.compile(r"WEBHOOK", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
+# https://:PASSWORD@host, or https://TOKEN@host
+_URL_SECRET = re.compile(
+    r"://(?:[^/@\s:]*:(?!x-oauth-basic@)([^/\s]+)|((?=\D*\d)[^/@\s:]{16,})(?::(?:x-oauth-basic)?)?)@"
+)
 _ASSIGNED_SECRET = re.compile(
-    r"(?:password|pwd|key|secret|token)\s*=\s*'?([^;&'\s]+)", re.IGNORECASE
+    r"(?:(?:password|pwd|key|secret|token)\s*=\s*'?|(?:bearer|basic)(?: |%20)+)([^;&'\"\s]+)",
+    re.IGNORECASE,
 )
 
 _added: set[str] = set()
@@ -44,7 +48,8 @@ def redact(text: str) -> str:
 
     Known secrets are those added, plus from the environment: values of variables whose name ends
     like a secret's (API_KEY, TOKEN, PASS, DSN and others; any other KEY if its value has 16 or more
-    characters with letters and digits), passwords of URLs in any variable, and the secret parts of
+    characters with letters and digits), passwords and tokens in
+    URLs of any variable, and the secret parts of
     URLs if the name contains WEBHOOK.
     """
     return redactor()(text)
@@ -74,9 +79,9 @@ def redacted(value: Any) -> Any:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """True if an environment variable's name, or a URL password in its value, marks a secret."""
+    """True if an environment variable's name, or one in a URL of its value, marks a secret."""
     return bool(
-        _is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value)
+        _is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_SECRET.search(value)
     )
 
 
@@ -88,7 +93,7 @@ def _is_named_secret(name: str, value: str) -> bool:
 def _known_secrets() -> set[str]:
     known = set(_added)
     for name, value in os.environ.items():
-        parts = _URL_PASSWORD.findall(value)
+        parts = ["".join(groups) for groups in _URL_SECRET.findall(value)]
         if _is_named_secret(name, value):
             known |= {value, value.strip(), value.partition(":")[2]}  # USER:PASSWORD
             parts += _ASSIGNED_SECRET.findall(value)  # connection strings

@@ -200,7 +200,8 @@ class MLflow(Client):
             values = {_mlflow_name(key): value for key, value in leaves(shown).items()}
             mlflow.log_params(values)
         if uri.startswith("http"):
-            record.url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{record.id}"
+            place = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{record.id}"
+            record.url = redact(place)  # the address may hold a password
         else:
             record.path = uri.removeprefix("sqlite:///").removeprefix("file:")
 

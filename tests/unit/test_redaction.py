@@ -27,6 +27,9 @@ def nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
         "PREFECT_API_AUTH_STRING",
         "SENTRY_DSN",
         "STORAGE_CONNECTION_STRING",
+        "PGPASSWORD",
+        "SSHPASS",
+        "SESSION_COOKIE",
     ],
 )
 def test_environment_secrets_are_replaced_also_percent_encoded(
@@ -68,6 +71,16 @@ def test_any_key_variable_is_recognized_by_its_value(monkeypatch: pytest.MonkeyP
     assert redact("sk-proj-0123456789abcdef is refused") == "[redacted] is refused"
 
 
+@pytest.mark.parametrize("end", ["", ":", ":x-oauth-basic"])
+def test_a_token_in_place_of_a_user_in_a_url_is_replaced(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PIP_INDEX_URL", f"https://ghp_0123456789abcdef{end}@index.example.org/simple"
+    )
+    assert redact("ghp_0123456789abcdef is refused") == "[redacted] is refused"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -75,6 +88,7 @@ def test_any_key_variable_is_recognized_by_its_value(monkeypatch: pytest.MonkeyP
         ("https_proxy", "http://:hunter@22@gate"),
         ("PG_DSN", "host=warehouse user=reader password='hunter@22' dbname=problems"),
         ("SQL_CONNECTION_STRING", "Server=warehouse;User=reader;Pwd=hunter@22;"),
+        ("PREFECT_CLIENT_CUSTOM_HEADERS", '{"Authorization": "Bearer hunter@22"}'),
     ],
 )
 def test_passwords_in_urls_and_connection_strings_are_replaced(
