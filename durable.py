@@ -94,8 +94,9 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            error.filename = str(path)
             raise
         os.close(descriptor)
 

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 Build = Callable[[Path], Mapping[str, Any] | Output]
 
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
+UNLOCKABLE_ERRORS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a mount without locks
 # From mkdir: a file has that name, or the file system is like /proc.
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)
 PROBE_BYTES = 64 * 1024
@@ -229,24 +230,21 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
-        """Turns errors about a full or read-only store into StoreError."""
+        """Turns errors about a full, read-only or unlockable store into StoreError."""
         try:
             yield
         except OSError as error:
-            codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
-            if (
-                isinstance(error, StoreError)
-                or error.errno not in codes
-                or not self._is_about_store(error)
-            ):
+            problems = dict.fromkeys((*UNWRITABLE_ERRORS, *further_errors), "cannot be written")
+            problems |= dict.fromkeys(FULL_DISK_ERRORS, "has no space left")
+            problems |= dict.fromkeys(UNLOCKABLE_ERRORS, "is mounted without locks")
+            problem = problems.get(error.errno or 0)
+            if isinstance(error, StoreError) or not problem or not self._is_about_store(error):
                 raise
-            problem = (
-                "has no space left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
-            )
             raise StoreError(
                 f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
                 "Finished artifacts are untouched. Free space (dapo runs gc removes unused "
-                "artifacts), correct the permissions, or set store.path to another directory"
+                "artifacts), correct permissions or mount (Lustre: -o flock), or set store.path to "
+                "another directory"
             ) from error
 
     def _forget(self, stage: str, key: str) -> None:

@@ -3,6 +3,7 @@ none.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -417,6 +419,17 @@ def test_a_store_path_below_a_file_is_refused_before_building(tmp_path: Path) ->
         with pytest.raises(StoreError, match=r"cannot be written: .*set store\.path"):
             ArtifactStore(root).produce(PARTS, build)
     assert build.num_runs == 0
+
+
+def test_a_store_that_is_mounted_without_locks_says_so(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = OSError(
+        errno.ENOSYS, "Function not implemented"
+    )  # of Lustre, unless mounted with flock
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=fault))
+    with pytest.raises(StoreError, match=r"is mounted without locks: .*\.lock'.*Lustre: -o flock"):
+        store.produce(PARTS, Builder())
 
 
 def test_unrelated_errors_are_not_turned_into_store_errors(
