@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from dapo_core.errors import ConfigError
 from dapo_core.machine import torchvision_ops, versions
-from dapo_core.machine.device import accelerators
+from dapo_core.machine.device import accelerators, device_for
 from dapo_core.memory.devices import GIB, describe_bytes
 from durable import locked
 from flows.prefect_access import (
@@ -152,15 +152,16 @@ def check_torch() -> Finding:
 
 def check_hardware() -> Finding:
     """Report the cores, memory and accelerators this process may use."""
-    memory = psutil.virtual_memory()
-    free = f"{describe_bytes(memory.available)} of {describe_bytes(memory.total)} memory free"
-    found = [f"{len(os.sched_getaffinity(0))} cores", free]
+    total = device_for("cpu").memory_bytes() or 0
+    free = min(psutil.virtual_memory().available, total)
+    memory = f"{describe_bytes(free)} of {describe_bytes(total)} memory free"
+    found = [f"{len(os.sched_getaffinity(0))} cores", memory]
     for device in accelerators():
         try:
             found.append(f"{len(device.visible(os.environ))} {device.kind} devices")
         except ConfigError as error:
             return Finding("hardware", FAIL, str(error), "source CANN's set_env.sh")
-    if memory.available < LITTLE_MEMORY_BYTES:
+    if free < LITTLE_MEMORY_BYTES:
         return Finding("hardware", WARN, ", ".join(found), "free memory, or use a smaller recipe")
     return Finding("hardware", OK, ", ".join(found))
 
@@ -226,10 +227,11 @@ def check_locks(store: Path) -> Finding:
 def check_access(url: str) -> Finding:
     """Check that the server needs a password if other machines can reach it."""
     parts = urlsplit(url)
-    is_here = is_loopback(parts.hostname or "")
-    hosts = own_addresses() if is_here else [str(parts.hostname)]
-    urls = {host: parts._replace(netloc=f"{host}:{parts.port}").geturl() for host in hosts}
-    if open_at := ", ".join(host for host in hosts if lets_anyone_in(urls[host])):
+    urls = {str(parts.hostname): url}
+    if is_loopback(parts.hostname or ""):
+        port = f":{parts.port}" if parts.port else ""
+        urls = {host: parts._replace(netloc=host + port).geturl() for host in own_addresses()}
+    if open_at := ", ".join(host for host in urls if lets_anyone_in(urls[host])):
         danger = "anyone who can reach it can run code as the worker's user"
         server, clients = AUTH_VARIABLES
         advice = f"export {server}=USER:PASSWORD for the server, {clients} for its clients"

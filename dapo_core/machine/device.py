@@ -137,10 +137,7 @@ class Cpu(Device):
     def memory_bytes(self) -> int | None:
         import psutil
 
-        total = int(psutil.virtual_memory().total)
-        limit = Path("/sys/fs/cgroup/memory.max")  # of a container
-        allowed = limit.read_text().strip() if limit.exists() else "max"
-        return min(total, int(allowed)) if allowed.isdigit() else total
+        return min(int(psutil.virtual_memory().total), *memory_limits())
 
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
         pass
@@ -152,6 +149,23 @@ class Cpu(Device):
         if _PEAK_RESET.exists():
             _PEAK_RESET.write_text("5")
         return {**_node_memory(), "perf/max_rss_gb": int(status["VmHWM"].split()[0]) / 1024**2}
+
+
+def memory_limits(
+    process: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Return the bytes that the cgroups of a process allow it, as in a container or a SLURM job."""
+    limits = []
+    for line in (process / "cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):  # cgroups of version 2 and 1
+            place = root / controllers / group.lstrip("/")
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            # in a container, only its own group is there, at the root
+            files = (folder / name for folder in (place, *place.parents))
+            texts = [file.read_text().strip() for file in files if file.is_file()]
+            limits += [int(text) for text in texts if text.isdigit()]
+    return limits
 
 
 class Accelerator(Device):

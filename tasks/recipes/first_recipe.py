@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
-from dapo_core.machine.device import accelerators
+from dapo_core.machine.device import accelerators, device_for
 from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.recognition import scorer_of
@@ -227,7 +226,7 @@ def sized(
 def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
     """KV cache for some of the longest sequences, at most 1/8 of memory, in 0.1 GiB."""
     needed = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
-    limit = psutil.virtual_memory().total / 8 / GIB
+    limit = (device_for("cpu").memory_bytes() or 0) / 8 / GIB
     return max(math.ceil(10 * min(needed, limit)) / 10, 0.2)
 
 

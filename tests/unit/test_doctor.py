@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
 from dapo_core.machine import torchvision_ops
-from dapo_core.machine.device import Cuda
+from dapo_core.machine.device import Cuda, memory_limits
 from dapo_core.memory.devices import GIB
 from flows import doctor
 from flows.cli import app
@@ -210,6 +210,14 @@ def test_a_server_reachable_from_other_machines_needs_a_password(
     assert ("PREFECT_SERVER_API_AUTH_STRING" in finding.advice) == (status == WARN)
 
 
+def test_a_server_elsewhere_is_asked_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(doctor, "lets_anyone_in", asked.append)
+    urls = ["https://prefect.example.org/api", "http://[2001:db8::7]:4200/api"]
+    assert {doctor.check_access(url).found for url in urls} == {"password required"}
+    assert {*asked} == {*urls}
+
+
 @pytest.mark.parametrize(
     ("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)]
 )
@@ -252,6 +260,15 @@ def test_incompatible_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchaudio")
     versions |= dict.fromkeys(("torchvision", "torchaudio"), "0.24.0+cpu")  # from torch's index
     assert doctor.check_torch().status == OK
+
+
+def test_memory_is_limited_by_the_cgroups_of_a_container_or_a_job(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("5:pids:/docker/7\n4:memory:/docker/7\n0::/user/job\n")
+    limits = {"memory/memory.limit_in_bytes": "300", "user/memory.max": "200"}
+    for name, limit in {**limits, "user/job/memory.max": "max"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(limit)
+    assert memory_limits(tmp_path, tmp_path) == [300, 200]
 
 
 def test_low_memory_and_broken_drivers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
