@@ -109,6 +109,11 @@ def _from_slurm(environ: Mapping[str, str]) -> _Allocation:
         raise ConfigError(
             f"{source}: SLURM_JOB_NODELIST is not set; run this inside sbatch or salloc"
         )
+    if int(environ.get("SLURM_HET_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"{source} is heterogeneous, and SLURM_JOB_NODELIST={listed} has the nodes of its "
+            "first component only: name an inventory of all"
+        )
     names = _scontrol("show", "hostnames", listed) or expand(listed)
     gres, devices = _gres(environ)
     tasks = _repeated(environ.get("SLURM_TASKS_PER_NODE", ""))

@@ -69,14 +69,15 @@ def _answer_seconds(address: str) -> float:
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check health, links and free memory of this machine's devices, for a private Ray."""
-    from tasks.preflight.node_probe import devices_here
+    """Check this machine's devices, their links, and its limits, for a private Ray."""
+    from tasks.preflight.node_probe import devices_here, limits, memory
 
-    kind = config.train.device
-    reports = {THIS_MACHINE: {"devices": devices_here(kind, os.environ)}}
+    kind, here = config.train.device, {"limits": limits(), "memory": memory()}
+    reports = {THIS_MACHINE: {**here, "devices": devices_here(kind, os.environ)}}
     smallest = checks.smallest_device(reports, kind)
     checks.check_devices(reports, _needed_bytes(config, model, smallest), {}, findings)
     checks.check_links(reports, findings)
+    checks.check_limits(reports, False, findings)  # without RDMA, which locks memory
 
 
 def check_room(config: ChainConfig, room: Room, findings: Findings) -> None:

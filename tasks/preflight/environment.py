@@ -263,7 +263,8 @@ def _interfaces() -> list[str]:
         for name, addresses in psutil.net_if_addrs().items()
         if is_up.get(name) and name != "lo" and not is_virtual(name)
         if any(
-            each.family == socket.AF_INET and not each.address.startswith("169.254.")
+            each.family in (socket.AF_INET, socket.AF_INET6)
+            and not each.address.startswith(("169.254.", "fe80:"))
             for each in addresses
         )
     )

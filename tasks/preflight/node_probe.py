@@ -92,8 +92,10 @@ def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] 
 
     found: DevicesFound = TOOLS[device]()
     variable = device_for(device).visible_variable
-    visible, unread = found.visible(environment.get(variable)), list(found.unread)
-    if found.devices and not visible and environment.get(variable):
+    visible, unread = found.devices, list(found.unread)
+    if environment.get(variable):
+        visible = found.named(*device_for(device).visible(environment))
+    if found.devices and not visible:
         selected = f"{variable}={environment[variable]}"
         unread.append(f"{selected} selects none of the devices that {found.tool} shows")
     report: dict[str, Any] = {

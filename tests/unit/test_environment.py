@@ -87,6 +87,8 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("HCCL_IF_IP", "10.0.0.6", "conflict", "no interface of this machine has this address"),
         ("HCCL_SOCKET_IFNAME", "=enp", "conflict", "no interface enp;"),
         ("HCCL_CONNECT_TIMEOUT", "5400", "set", ""),
+        ("HCCL_CONNECT_TIMEOUT", "7200", "set", ""),
+        ("HCCL_CONNECT_TIMEOUT", "7201", "conflict", "120 to 7200"),
         ("HCCL_CONNECT_TIMEOUT", "5400s", "conflict", "120 to 7200"),
         ("HCCL_CONNECT_TIMEOUT", "5", "conflict", "120 to 7200"),
         ("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", "set", ""),
@@ -168,6 +170,10 @@ def test_exports_name_this_node_s_interface_and_never_a_placeholder(
     monkeypatch.setattr(psutil, "net_if_stats", lambda: are_up)
     lines = exports(lint({}, _npu(ray_address="auto")))
     assert "# HCCL_SOCKET_IFNAME: differs on each node; this machine has enp1s0, enp2s0" in lines
+    held = {"enp1s0": "fe80::5%enp1s0", "enp2s0": "2001:db8::5"}  # without IPv4
+    found = {name: [Address(socket.AF_INET6, address)] for name, address in held.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    assert "export GLOO_SOCKET_IFNAME=enp2s0" in exports(lint({}, _npu(ray_address="auto")))
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,10 @@ def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"},
             "not a number of devices",
         ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_HET_SIZE": "2"},
+            "SLURM_JOB_NODELIST=n1 has the nodes of its first component only",
+        ),
         ({"PBS_NODEFILE": "/nowhere/nodes"}, "/nowhere/nodes cannot be read"),
         ({"PBS_NODEFILE": os.devnull}, "lists no node"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "deploy/rayjob.yaml"),

@@ -109,9 +109,8 @@ def test_nvidia_smi_with_memory_errors_and_processes() -> None:
         (44966, 974 * MIB),
         (524, None),
     ]
-    assert [each.number for each in found.visible("GPU-a4")] == ["1"]
-    assert [each.number for each in found.visible("0")] == ["0"]
-    assert len(found.visible("")) == 2
+    assert [each.number for each in found.named("GPU-a4")] == ["1"]
+    assert [each.number for each in found.named("0")] == ["0"]
 
 
 def test_nvidia_smi_with_mig_old_drivers_and_lost_gpus() -> None:

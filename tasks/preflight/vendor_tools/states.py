@@ -44,11 +44,8 @@ class DevicesFound:
     devices: tuple[DeviceState, ...] = ()
     unread: tuple[str, ...] = ()
 
-    def visible(self, named: str | None) -> tuple[DeviceState, ...]:
-        """Return the devices that a value of CUDA_VISIBLE_DEVICES selects; all if it is unset."""
-        if named is None or not named.strip():
-            return self.devices
-        names = tuple(name.strip() for name in named.split(","))
+    def named(self, *names: str) -> tuple[DeviceState, ...]:
+        """Return the devices with these numbers, or beginnings of UUIDs."""
         return tuple(
             device
             for device in self.devices
