@@ -72,8 +72,9 @@ def check_devices_here(config: ChainConfig, model: Path | None, findings: Findin
     """Check this machine's devices, their links, and its limits, for a private Ray."""
     from tasks.preflight.node_probe import devices_here, limits, memory
 
-    kind, here = config.train.device, {"limits": limits(), "memory": memory()}
-    reports = {THIS_MACHINE: {**here, "devices": devices_here(kind, os.environ)}}
+    kind = config.train.device
+    here: dict[str, Any] = {"devices": devices_here(kind, os.environ)}
+    reports = {THIS_MACHINE: here | {"limits": limits(), "memory": memory()}}
     smallest = checks.smallest_device(reports, kind)
     checks.check_devices(reports, _needed_bytes(config, model, smallest), {}, findings)
     checks.check_links(reports, findings)
