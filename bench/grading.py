@@ -21,7 +21,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
-from eval.answers.extraction import extract_answer
+from eval.answers.extraction import find_answer
 from eval.answers.grading import MathGrader, by_mathruler
 from eval.problems.files import iterate_rows
 
@@ -51,7 +51,7 @@ def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
     for row in rows:
         response = str(row["prediction"])
         is_short = len(response) <= MAX_BARE_CHARS and "\n" not in response.strip()
-        if is_short and extract_answer(response) in (None, response):
+        if is_short and find_answer(response).answers[:1] in ((), (response,)):
             response = f"\\boxed{{{response}}}"
         reason = row.get("finish_reason") or finish_reason
         labelled.append(LabelledRow(response, str(row["gold"]), bool(int(row["label"])), reason))

@@ -99,12 +99,6 @@ def find_answer(response: str) -> Found:
     return _cued(text)
 
 
-def extract_answer(response: str) -> str | None:
-    """Return the most likely final answer of a response, or None."""
-    answers = find_answer(response).answers
-    return answers[0] if answers else None
-
-
 def extract_boxed(text: str) -> str | None:
     """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None."""
     boxes, _ = find_boxes(text)

@@ -322,18 +322,6 @@ def test_another_grader_or_gold_answer_regrades_without_requests(
     assert not list(tmp_path.glob("superseded-*"))
 
 
-def test_option_letters_are_regraded_by_their_own_grader(
-    server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
-) -> None:
-    server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{C}\\boxed{A}")
-    items = tuple(replace(item, gold="AC") for item in make_set(3).items)
-    evaluation_set = replace(make_set(3), items=items, benchmark="choice", grader="choice")
-    assert evaluate(evaluation_set, endpoint, SAMPLING, tmp_path).accuracy == 1.0
-    regraded = regrade(tmp_path)
-    assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/4"
-
-
 def test_two_evaluations_cannot_write_to_one_folder(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:

@@ -242,13 +242,6 @@ def test_logs_of_early_lm_eval_that_list_their_requests_are_read(tmp_path: Path)
     assert fields_of(tmp_path / "out", "gold", "verdict") == [("yes", "right")] * 2
 
 
-def test_a_damaged_line_of_a_log_is_named_and_not_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "samples_x_1.jsonl"
-    file.write_text(generated(0, "1", "1") + "\n" + generated(1, "1", "1")[:-9])
-    with pytest.raises(ResultsError, match=r"samples_x_1\.jsonl .*JSON parse error in line 3"):
-        read_log(file)
-
-
 def test_an_inspect_prompt_keeps_its_examples_and_a_null_answer_is_no_answer(
     tmp_path: Path,
 ) -> None:

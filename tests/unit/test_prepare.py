@@ -33,7 +33,6 @@ from tests.tiny_models import tiny_tokenizer
 ROWS = [
     {"problem": f"What is {n} + 1?", "answer": f"{n + 1:03}", "hint": f"h{n}"} for n in range(6)
 ]
-MAPPED = {"problem": "question", "answer": "result"}
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
