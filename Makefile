@@ -42,9 +42,9 @@ test-fast: $(INSTALLED) ## run the quick unit tests: 40 s on two cores
 # Tests of the training core that depend most on the versions of torch, transformers and vLLM.
 CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage balance batch checkpoint_damage checkpoint_resume \
   checkpoint_state checkpoint_writer decode_attention engine_checks environment flops kernels kl loss loss_invariance merge_writer \
-  model_folder optimizer packing parameter_names rollout_correction sampler tokenizing trainer training transfers \
+  model_folder optimizer packing parameter_names rollout rollout_correction sampler tokenizing trainer training transfers \
   versions) \
-  $(patsubst %,tests/integration/test_%.py,policy routing sharded_model sequence_parallel hf_engine offload merge \
+  $(patsubst %,tests/integration/test_%.py,policy routing sharded_model sequence_parallel offload merge \
   renamed_device training vision)
 # Excluded: vLLM (see test-ascend-engine), the slowest tests, and trainings on threads, which crash a CUDA build of
 # torch 2.10 without a device (FakeTensorMode).

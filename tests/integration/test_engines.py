@@ -460,3 +460,11 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model
         expected = reference_log_probs(model, request.prompt, response.response_ids)
         assert largest_difference(response.rollout_log_probs, expected) < 1e-4
     assert tokens_of(after) != tokens_of(before)
+
+
+def test_hf_refuses_memory_below_one_sequence(model_path: Path) -> None:
+    # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
+    with pytest.raises(
+        RolloutError, match=r"96 tokens needs 49152 bytes of cache, but only 49151 are free"
+    ):
+        build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)

@@ -13,6 +13,7 @@ from dapo_core.model.sampling import (
     GENERATION_CONFIG,
     GREEDY,
     Sampling,
+    read_eos_ids,
     read_sampling,
     with_model_sampling,
 )
@@ -116,3 +117,11 @@ def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
 def test_keys_without_effect_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_config(**sections)
+
+
+def test_a_model_folder_without_eos_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    with pytest.raises(ModelError, match="has eos_token_id"):
+        read_eos_ids(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert read_eos_ids(tmp_path) == [5, 7]
