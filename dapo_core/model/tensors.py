@@ -78,12 +78,8 @@ def read_headers(model_path: str | Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
-    """Return each tensor's safetensors file, from the index or the headers; raises ModelError."""
-    folder = Path(model_path)
-    if (folder / INDEX_FILE).is_file():
-        weight_paths(folder)
-        return {name: folder / file for name, file in read_index(folder).items()}
-    return {name: header.path for name, header in read_headers(folder).items()}
+    """Return the safetensors file that holds each tensor; raises ModelError like read_headers."""
+    return {name: header.path for name, header in read_headers(model_path).items()}
 
 
 def weight_names(model_path: str | Path) -> set[str]:

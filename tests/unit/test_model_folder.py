@@ -27,11 +27,11 @@ def _save(path: Path, *names: str) -> None:
     save_file({name: torch.zeros(1) for name in names}, path)
 
 
-def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
+def test_tensors_are_located_by_headers_even_if_the_index_confuses_files(tmp_path: Path) -> None:
     _save(tmp_path / "one.safetensors", "a")
     _save(tmp_path / "two.safetensors", "b", "c")
     assert weight_names(tmp_path) == {"a", "b", "c"}
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    index = {"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     assert weight_files(tmp_path) == {
         "a": tmp_path / "one.safetensors",
