@@ -7,7 +7,6 @@ import asyncio
 import importlib.machinery
 import importlib.util
 import inspect
-import math
 import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.reward.scorers import SCORERS, Score
 
 MAX_ANSWER_CHARACTERS = 300
+MAX_NUMBER = 1e30  # larger rewards have no advantages in float32
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LOSS_PARAMETERS = ("log_probs", "old_log_probs", "advantages", "response_mask", "responses")
 LOSS_KEYS = ("algorithm.custom_loss.path", "algorithm.custom_loss.name")
@@ -136,7 +136,7 @@ def to_score(result: Any) -> Score:
     """Convert a number, or a mapping with `score` and optionally `acc` and `pred`, to a Score.
 
     As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises TypeError for
-    a non-number, ValueError for NaN and infinity, KeyError for a mapping without score.
+    a non-number, ValueError for NaN and from MAX_NUMBER on, KeyError for a mapping without score.
     """
     fields: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
     value = _number("score", fields["score"])
@@ -151,6 +151,6 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}: {value!r:.200}")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, not {number}")
+    if not abs(number) < MAX_NUMBER:  # NaN too
+        raise ValueError(f"{name} must be finite and below {MAX_NUMBER:g}, not {number}")
     return number

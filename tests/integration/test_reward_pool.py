@@ -135,7 +135,7 @@ def test_a_failed_call_is_an_error_and_affects_no_other(
         "quit": "ended its process (exit code 0)",
         "crash": "ended its process (exit code -11)",
         "raise": "KeyError: 'nothing here'",
-        "nan": "ValueError: score must be finite, not nan",
+        "nan": "ValueError: score must be finite and below 1e+30, not nan",
     }
     pool = make(num_processes=1)
     for what in failures:

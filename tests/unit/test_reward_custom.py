@@ -39,6 +39,7 @@ def test_results_become_scores(result: Any, score: Score) -> None:
     [
         (float("nan"), ValueError),
         (float("inf"), ValueError),
+        (1e200, ValueError),
         ({"score": 1.0, "acc": float("nan")}, ValueError),
         ("1.0", TypeError),
         (None, TypeError),
