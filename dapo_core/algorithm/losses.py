@@ -79,7 +79,7 @@ def gmpo(log_probs: torch.Tensor, tokens: LossTokens, algorithm: AlgorithmConfig
     clipped = sign * torch.minimum(sign * log_ratio, sign * bounded)
     ratio = tokens.responses.mean(clipped, tokens.response_mask).exp()
     value = -tokens.advantages * ratio * (1 + clipped - clipped.detach())
-    return TokenLoss(value, clipped != log_ratio)
+    return TokenLoss(value, sign * clipped != sign * log_ratio)
 
 
 def dppo_tv(log_probs: torch.Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> TokenLoss:

@@ -142,6 +142,13 @@ def test_each_loss_has_its_published_value_and_gradient(
     assert found.sums.clipped == num_clipped
 
 
+def test_gmpo_clips_nothing_without_an_advantage() -> None:
+    tokens = LossTokens(OLD, torch.zeros_like(OLD), MASK, MASK.double(), rows_of(MASK))
+    clipped = LOSSES["gmpo"](OLD + DIFFERENCES, tokens, AlgorithmConfig(loss="gmpo")).is_clipped
+    assert clipped is not None
+    assert not clipped.any()
+
+
 def test_every_loss_has_an_entry_in_all_tables() -> None:
     names = set(get_args(AlgorithmConfig.model_fields["loss"].annotation))
     assert set(LOSS_KINDS) == names == {*LOSSES, "custom"}
