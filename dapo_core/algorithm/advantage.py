@@ -111,9 +111,8 @@ def _reinforce_baseline(rewards: Rewards) -> np.ndarray:
 
 
 def _batch_std(rewards: Rewards) -> np.ndarray:
-    """(R - mean of the group) / (std of that over the step + 1e-6) (arXiv:2508.08221)."""
-    std = np.sqrt((rewards.centred**2).sum() / max(len(rewards.values) - 1, 1))
-    return rewards.centred / (std + STD_FLOOR)
+    """(R - mean of the group) / (std of R over the step + 1e-6) (Lite PPO, arXiv:2508.08221)."""
+    return rewards.centred / (rewards.values.std(ddof=min(len(rewards.values) - 1, 1)) + STD_FLOOR)
 
 
 def _whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

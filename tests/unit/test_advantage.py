@@ -58,7 +58,7 @@ def test_a_group_with_equal_rewards_or_one_response_gets_exactly_zero(
 # 0.375; deviations +-0.5 and 0.625 0.625 -1.375 0.125.
 # grpo: variances 1 / 3 and (0.390625 * 2 + 1.890625 + 0.015625) / 3 = 0.895833, std 0.577350 and
 # 0.946485; rloo: deviations * 4 / 3; opo: means 4 / 10 and (5 + 5 - 2 + 4) / 20 = 0.6;
-# batch-std: sqrt((1 + 2.6875) / 7) = 0.725799.
+# batch-std: sqrt((5.25 - 8 * 0.4375^2) / 7) = 0.728869.
 # reinforce++: over 30 tokens, mean (3 + 1 + 5 + 5 - 2 + 4) / 30 = 0.533333, sum of squares 3 + 1 +
 # 5 + 5 + 2 + 8 / 4 = 18, variance (18 - 30 * 0.284444) / 29 = 0.326437, std 0.571346: 0.466667 /
 # 0.571346 = 0.816784.
@@ -88,7 +88,7 @@ def test_a_group_with_equal_rewards_or_one_response_gets_exactly_zero(
         ),
         (
             "batch-std",
-            [0.688894, -0.688894, -0.688894, 0.688894, 0.861118, 0.861118, -1.894459, 0.172224],
+            [0.685993, -0.685993, -0.685993, 0.685993, 0.857492, 0.857492, -1.886481, 0.171498],
         ),
     ],
 )
