@@ -134,7 +134,6 @@ def _plain_updates(config: Config, batch: Batch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("architecture", "train", "lora"),
     [
-        ("qwen3", {"num_ranks": 1}, LORA),
         ("qwen3", {"num_ranks": 2}, LORA),
         ("qwen3", {"num_ranks": 2, "sequence_parallel": 2}, LORA),
         ("qwen3", {"num_ranks": 2, "fsdp_size": 1, "offload_shards": True}, LORA),

@@ -193,11 +193,9 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
         ("qwen3", {"num_ranks": 1}, 24, {}),
         ("qwen3", {"num_ranks": 1, "compile": True}, 45, {}),
         ("qwen3", {"num_ranks": 3}, 30, {}),
-        ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {}),
         # several micro-batches, all-reduced after the last
         ("qwen3", {"num_ranks": 4, "fsdp_size": 2}, 30, {}),
         ("qwen3", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
-        ("qwen3_moe", {"num_ranks": 2}, 64, {}),
         ("qwen3_moe", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
         ("llama", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
     ],

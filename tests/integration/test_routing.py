@@ -151,6 +151,10 @@ def test_no_routing_metric_and_no_gradient_depends_on_micro_batches_and_ranks(mo
         assert ranks[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-4)
 
 
+def _routed_each(rank: int, cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [_routed(rank, *case) for case in cases]
+
+
 def _routed(
     rank: int, config: Config, batch: Batch, max_tokens: int
 ) -> tuple[list[Any], Update, list[np.ndarray]]:
@@ -168,20 +172,15 @@ def _counts(routing: Sequence[np.ndarray]) -> list[list[int]]:
     return [np.bincount(experts[:, layer].ravel(), minlength=8).tolist() for layer in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "train"),
-    [
-        (4096, {}),
-        (30, {"num_ranks": 4}),
-        (25, {"num_ranks": 2, "sequence_parallel": 2}),
-        (25, {"num_ranks": 2, "sequence_parallel": 2, "expert_parallel": 2}),
-        (25, {"num_ranks": 2, "sequence_parallel": 2, "gradient_checkpointing": False}),
-        (30, {"num_ranks": 2, "expert_parallel": 2}),
-    ],
-)
-def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(
-    moe: Path, max_tokens: int, train: dict[str, Any]
-) -> None:
+SPLITS: list[tuple[int, dict[str, Any]]] = [
+    (25, {"sequence_parallel": 2}),
+    (25, {"sequence_parallel": 2, "expert_parallel": 2}),
+    (25, {"sequence_parallel": 2, "gradient_checkpointing": False}),
+    (30, {"expert_parallel": 2}),
+]
+
+
+def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(moe: Path) -> None:
     """The last token of each sequence, of unknown routing, keeps the policy's own."""
     draw = np.random.default_rng(0)
     own = _batch()
@@ -194,23 +193,27 @@ def test_a_replayed_token_is_processed_by_the_given_experts_on_any_split(
     batch = replace(own, routing=given)
     settings = {"train_prompts": 1, "mini_prompts": 1, "max_grad_norm": 1e3}
     one = make_config(moe, train=settings)
-    config = make_config(moe, train=settings | train)
-    ((_, expected, recorded),) = run_ranks(1, _routed, one, batch, 4096)
+    [[(_, expected, recorded), (_, free, _)]] = run_ranks(
+        1, _routed_each, [(one, batch, 4096), (one, own, 4096)]
+    )
+    assert free.grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
     for experts, found in zip(given, recorded, strict=True):
         assert np.array_equal(experts[:-1], found[:-1])
         assert found[-1].max() < 8
     assert expected.routing is not None
     assert expected.routing.loads == _counts(recorded)
-    ranks = run_ranks(config.train.num_ranks, _routed, config, batch, max_tokens)
-    by_row: dict[int, np.ndarray] = {}
-    for rows, _, routing in ranks:
-        by_row |= dict(zip(rows, routing, strict=True))
-    for row, experts in enumerate(recorded):
-        assert np.array_equal(by_row[row], experts)
-    assert _whole([update for _, update, _ in ranks]).loads == expected.routing.loads
-    assert ranks[0][1].grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-    ((_, free, _),) = run_ranks(1, _routed, one, own, 4096)
-    assert free.grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
+    cases = [
+        (make_config(moe, train={**settings, "num_ranks": 2, **train}), batch, max_tokens)
+        for max_tokens, train in SPLITS
+    ]
+    for ranks in zip(*run_ranks(2, _routed_each, cases), strict=True):
+        by_row: dict[int, np.ndarray] = {}
+        for rows, _, routing in ranks:
+            by_row |= dict(zip(rows, routing, strict=True))
+        for row, experts in enumerate(recorded):
+            assert np.array_equal(by_row[row], experts)
+        assert _whole([update for _, update, _ in ranks]).loads == expected.routing.loads
+        assert ranks[0][1].grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
 def _learned(rank: int, config: Config, batch: Batch) -> list[Update]:

@@ -69,8 +69,6 @@ def _slice(
         ("qwen2", 4, 2, 2),  # a key head for each rank
         ("qwen2", 4, 1, 2),  # fewer key heads than ranks
         ("llama", 4, 2, 4),
-        ("llama", 16, 8, 8),
-        ("qwen2", 16, 2, 16),
         ("mistral", 4, 4, 4),  # with a window of 5 tokens
     ],
 )
