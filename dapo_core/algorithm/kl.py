@@ -41,10 +41,8 @@ def _estimate(difference: torch.Tensor, estimator: str) -> torch.Tensor:
         return difference.abs()
     if estimator == "mse":
         return 0.5 * difference.square()
-    if estimator == "low_var_kl":
-        clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown algorithm.kl.estimator {estimator!r}")
+    clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # low_var_kl
+    return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
 
 
 def reward_penalties(

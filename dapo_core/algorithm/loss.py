@@ -135,14 +135,10 @@ def policy_loss(
     pg_loss = (weights * masked(token_loss)).sum()
     loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
     if algorithm.entropy_coefficient:
-        if entropy is None:
-            raise ValueError(
-                f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} needs the entropy"
-            )
+        assert entropy is not None, "the policy computes it for a bonus"
         loss = loss - algorithm.entropy_coefficient * (weights * masked(entropy)).sum()
     if algorithm.kl.place == "loss":
-        if tokens.ref_log_probs is None:
-            raise ValueError("algorithm.kl.place=loss needs the log-probs of the reference model")
+        assert tokens.ref_log_probs is not None, "PolicyGroup.anchor computes them for KL"
         kl = kl_estimate(log_probs, masked(tokens.ref_log_probs), algorithm.kl.estimator)
         kl_loss = (weights * kl).sum()
         loss = loss + algorithm.kl.coefficient * kl_loss

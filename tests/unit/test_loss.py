@@ -231,20 +231,6 @@ def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
     torch.testing.assert_close(entropy.grad, torch.full((2, 1), -0.025))  # -0.05 / 2 tokens
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"entropy_coefficient": 0.05}, r"entropy_coefficient=0\.05 needs the entropy"),
-        ({"kl": {"place": "loss"}}, r"kl\.place=loss needs the log-probs of the reference"),
-    ],
-)
-def test_a_term_whose_input_was_not_computed_is_refused(
-    values: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        _one_token(0.0, 1.0, _algorithm(**values))
-
-
 @pytest.mark.parametrize("place", ["off", "reward"])
 def test_kl_outside_the_loss_does_not_change_it(place: str) -> None:
     algorithm = _algorithm(kl={"place": place, "coefficient": 2.0})
