@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError, ModelError
+from dapo_core.memory.engine import longest_sequence
 from dapo_core.model.lora import add_adapters
 from dapo_core.model.names import expert_modules, is_gated, is_of_tower
 from dapo_core.model.pretrained import empty_causal_lm, load_model_config, reads_pictures
@@ -67,8 +68,22 @@ def require_trainable(config: TrainingConfig, *paths: str | Path | None) -> None
         if path is not None:
             parallel = train.sequence_parallel, train.expert_parallel
             model = trainable_model(path, *parallel, None, trusted, train.lora)
+            require_constant_rope(model.config, longest_sequence(config))  # type: ignore[arg-type]
             require_routers(model, config.algorithm)
             freeze(model, train.freeze)
+
+
+def require_constant_rope(model_config: PretrainedConfig, longest: int) -> None:
+    """Raise ModelError if sequences of up to `longest` tokens rotate others in their row."""
+    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings", longest)
+    if rope.get("rope_type") == "longrope" and longest > limit:
+        raise ModelError(
+            f"{model_config.model_type} has other rotary positions (longrope) in a row with a "
+            f"sequence of more than {limit} tokens, so that packed sequences affect each other, "
+            f"and data.max_prompt_tokens + rollout.max_response_tokens = {longest}; lower them, or "
+            "set model.path to another model"
+        )
 
 
 def require_routers(model: nn.Module, algorithm: AlgorithmConfig) -> None:

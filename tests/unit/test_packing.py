@@ -15,7 +15,7 @@ from dapo_core.machine.device import Cpu
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from dapo_core.policy.requirements import require_architecture
+from dapo_core.policy.requirements import require_architecture, require_constant_rope
 from tests.batches import make_group, one_by_one, random_batch
 
 CPU = torch.device("cpu")
@@ -244,6 +244,16 @@ def test_unsupported_architectures_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         require_architecture(AutoConfig.for_model(family, **keys), sequence_parallel=4)
+
+
+def test_rotations_that_depend_on_the_longest_sequence_of_a_row_are_refused() -> None:
+    """As Phi-4-mini's beyond 4,096 tokens: in a packed row, log-probs move by nats."""
+    factors = {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    config = AutoConfig.for_model("llama", **SIZES, rope_parameters=rope | factors)
+    require_constant_rope(config, 12)
+    with pytest.raises(ModelError, match=r"llama .* of more than 12 tokens, .*_tokens = 13"):
+        require_constant_rope(config, 13)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
