@@ -23,7 +23,8 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _CHANGING_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
 _ENVIRONMENT = "env"  # key of environment variables; their values stay text
 _YAML_TEXT = re.compile(r"""|null|~|"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""")  # also for text keys
-_PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
+# In a text of one word: a prompt may have a tag <ANSWER> or a formula ${n}$.
+_PLACEHOLDER = re.compile(r"^\S*(?:\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>)\S*$")
 # Blanks in guides and templates: words in capitals, <NAME>, ${NAME}, "Your ...". Too broad for
 # recipes, where such words may be part of a prompt.
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")

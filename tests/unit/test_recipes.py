@@ -239,6 +239,8 @@ def test_the_papers_recipe_uses_the_default_algorithm() -> None:
 def test_a_placeholder_in_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path = '<MODEL>' still holds a placeholder"):
         load("dapo_qwen3_32b_math", "model.path=<MODEL>")
+    prompt = "The number ${n}$ in <ANSWER></ANSWER>"
+    assert load("dapo_qwen3_32b_math", f"data.system_prompt={prompt}").data.system_prompt == prompt
 
 
 def no_answer(*_: object) -> None:
