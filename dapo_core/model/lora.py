@@ -32,9 +32,13 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of its max_lora_r
 _FINGERPRINT = "base_fingerprint"
 _PLAIN = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     "use_dora use_rslora modules_to_save rank_pattern alpha_pattern fan_in_fan_out lora_bias "
-    "trainable_token_indices target_parameters layers_to_transform".split(),
+    "trainable_token_indices target_parameters layers_to_transform alora_invocation_tokens "
+    "use_qalora layer_replication".split(),
     "",
 )
+# Values of init_lora_weights with which an adapter is on changed weights of its base model, until
+# peft's save_pretrained converts it.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PREFIX, _BASE, _DEFAULT = "base_model.model.", ".base_layer.", ".default."
 _ADAPTER = re.compile(r"\.lora_[AB]\.default\.weight$")
 _LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*?(?P<module>\w+)\.weight")
@@ -243,9 +247,12 @@ def read_adapter(
 
     path = folder / ADAPTER_CONFIG
     values = read_config(folder, ADAPTER_CONFIG)
-    if more := [
+    more = [
         f"{key}={values[key]}" for key in _PLAIN if (values.get(key) or _PLAIN[key]) != _PLAIN[key]
-    ]:
+    ]
+    if str(start := values.get("init_lora_weights")).startswith(_CHANGED_BASES):
+        more.append(f"init_lora_weights={start}")
+    if more:
         raise ModelError(
             f"{path} describes more than plain LoRA ({', '.join(more)}), which is not supported; "
             "merge the adapter into its base model with peft"

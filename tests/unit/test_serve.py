@@ -100,6 +100,7 @@ def test_an_adapter_is_served_on_its_base(tmp_path: Path) -> None:
         ({"use_dora": True}, r"more than plain LoRA \(use_dora=True\)"),
         ({"peft_type": "IA3"}, r"more than plain LoRA \(peft_type=IA3\)"),
         ({"bias": "all"}, r"more than plain LoRA \(bias=all\)"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"plain LoRA \(init_lora_weights=pissa_niter_4\)"),
         ({"r": 0.5}, "cannot be used"),
         ({"base_model_name_or_path": "gone"}, "adapter of the model gone, but this machine has no"),
     ],
