@@ -183,8 +183,11 @@ class VllmEngine(Engine):
             self._engine.sleep(self.settings.sleep_level)
 
     def _wake(self, states: Sequence[str]) -> None:
-        if self.settings.sleep_level is not None:
-            self._engine.wake_up(list(states))
+        if self.settings.sleep_level is None:
+            return
+        (parameters,) = self._engine.apply_model(_parameters)
+        self._engine.wake_up(list(states))
+        self._engine.apply_model(functools.partial(_put_back, parameters=parameters))
 
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         for number, (prompt, response_ids) in enumerate(sequences):
@@ -518,6 +521,21 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _put_back(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Undo what waking replaces: vllm-ascend 0.23 transposes experts as in files.
+
+    Neither its kernels nor vLLM's reload work with that (vllm-ascend 12226).
+    """
+    for name, parameter in _parameters(model).items():
+        if parameter is not parameters[name]:
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, parameters[name])
 
 
 def _seed(request: GenerationRequest) -> int:
