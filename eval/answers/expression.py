@@ -58,7 +58,7 @@ def parse_expression(text: str) -> Node | None:
         if parser.position != len(parser.tokens) or is_too_high(node):
             return None
         return node
-    except NotReadableError:
+    except (NotReadableError, RecursionError):
         return None
 
 

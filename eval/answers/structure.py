@@ -43,7 +43,7 @@ _NAME = re.compile(
     | \|?\\?(?:overline|overrightarrow)?[\s{]*[A-Z]{2,5}[}\s]*\|?
     |\[\s*[A-Z ]+\] | "[^"]*"(?:\s*\([^()]*\))?
     | \(\s*[a-zA-Z\\]+\s*(?:,\s*[a-zA-Z\\]+\s*)+\) | [A-Za-z]\s*"[^"]*"
-    |[a-z](?:\s*[-+*]?\s*[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
+    |[a-z](?:\s*(?:[-+*]\s*)?[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
     |(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*\{?\(?(?:[A-Za-z]|\\(?:angle)?\s*[A-Za-z]*)\)?\}?)
     |(?:[a-z]\s*\^\s*\{?\d\}?\s*[+]\s*)+[a-z]\s*\^\s*\{?\d\}? | \|[a-z](?:\s*[-+]\s*[a-z])?\|
     |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\}
