@@ -68,6 +68,11 @@ class LoraSource:
 
         self.label, self.model_files = str(adapter.folder), model_files
         self._adapter, self._parameters, self._description = adapter, tensors, description
+        if bad := [name for name, each in tensors.items() if not each.isfinite().all()]:
+            raise CheckpointError(
+                f"{adapter_name(bad[0])} in {self.label} contains NaN or infinity: training "
+                "diverged; merge an earlier checkpoint"
+            )
         self._base = HuggingFaceSource(adapter.base)
         self._base.require_finite()
         self.tensors = dict(self._base.tensors)

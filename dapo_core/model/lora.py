@@ -228,7 +228,8 @@ def open_adapter(folder: Path, base: Path | None = None) -> Adapter | None:
     try:
         with safe_open(folder / ADAPTER_FILE, framework="numpy") as file:
             fingerprint = (file.metadata() or {}).get(_FINGERPRINT, "")
-            modules = {name.removesuffix(".weight").split(".")[-2] for name in list(file.keys())}
+            names = [name.rpartition(".lora_")[0] for name in list(file.keys())]
+            modules = {name.rpartition(".")[2] for name in names}
     except (SafetensorError, OSError) as error:
         path = folder / ADAPTER_FILE
         raise ModelError(f"{path} cannot be read ({error}); copy it again") from error

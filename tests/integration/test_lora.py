@@ -357,6 +357,17 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(
         merge_checkpoint([adapter], tmp_path / "none")
 
 
+def test_an_adapter_of_a_training_that_diverged_is_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    adapter = build_adapter(tmp_path / "adapter", trained.model, "q_proj")
+    tensors = load_file(adapter / ADAPTER_FILE)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, adapter / ADAPTER_FILE)
+    with pytest.raises(CheckpointError, match=r"lora_A.weight in \S+/adapter contains NaN"):
+        merge_checkpoint([adapter], tmp_path / "none")
+
+
 def test_an_adapter_as_model_path_is_opened_on_its_base(trained: Trained, tmp_path: Path) -> None:
     merge_checkpoint([trained.output], tmp_path / "merged")
     adapter = ModelConfig(path=str(tmp_path / "merged" / ADAPTER_FOLDER))
