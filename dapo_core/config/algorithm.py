@@ -341,6 +341,15 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _anchor_is_read(self) -> AlgorithmConfig:
+        if self.loss == "reinforce" and self.old_log_probs == "engine":
+            raise ValueError(
+                "algorithm.loss=reinforce has no ratio to algorithm.old_log_probs=engine, which "
+                "would only turn off the weights of stale tokens; set old_log_probs=policy"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _replayed_routing_is_recorded(self) -> AlgorithmConfig:
         if self.routing_replay == "policy" and self.old_log_probs == "engine":
             raise ValueError(

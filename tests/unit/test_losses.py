@@ -212,6 +212,7 @@ def test_defaults_follow_the_loss_unless_set() -> None:
             {"loss": "reinforce", "clip_ratio_high": 0.3},
             r"clip_ratio_high=0\.3 would be ignored by algorithm\.loss=reinforce; .* to dapo or ",
         ),
+        ({"loss": "reinforce", "old_log_probs": "engine"}, "turn off the weights of stale tokens"),
         ({"loss": "gspo", "clip_ratio_dual": 3.0}, r"clip_ratio_dual=3\.0 would be ignored"),
         ({"loss": "custom"}, r"needs a file; set algorithm\.custom_loss\.path"),
         ({"loss": "dro", "custom_loss": {"path": "loss.py"}}, "custom_loss would be ignored"),
