@@ -75,7 +75,8 @@ def with_sizes(snapshot: Snapshot, files: Sequence[RemoteFile]) -> list[RemoteFi
             with contextlib.suppress(httpx.HTTPError):  # the download will report it
                 response = client.head(_url_of(snapshot, file), headers=PLAIN)
                 length = response.headers.get("Content-Length", "") * response.is_success
-            sized.append(replace(file, size=int(length) if length.isdigit() else None))
+            # 0 from servers that count what they send to HEAD
+            sized.append(replace(file, size=int(length) or None if length.isdigit() else None))
     return sized
 
 

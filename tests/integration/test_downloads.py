@@ -176,6 +176,9 @@ def test_a_busy_server_is_retried_and_a_busy_hub_is_worth_another_attempt(
     hub.interfere = busy
     fetch(resolve(f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}"), tmp_path)
     assert contents(tmp_path) == {"w.bin": WEIGHTS}
+    hub.interfere = lambda handler: handler.command == "HEAD" and handler.content(b"") is None
+    fetch(resolve(f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}"), tmp_path / "unsized")
+    hub.interfere = busy
     answers.append(503)
     error = failing("hf:org/tiny", tmp_path)
     assert "org/tiny returned HTTP 503; run it again later" in str(error)
