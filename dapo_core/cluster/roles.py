@@ -138,9 +138,10 @@ def _load_engine(
 ) -> Engine:
     device = _own_device(config, config.threads_per_worker)
     settings = engine_settings(config, device)
+    seed = config.run.seed if settings.seeds_responses else part.seed
     if settings.num_parts > 1:
         from dapo_core.engines.vllm_engine import TensorParallelEngine
 
-        return TensorParallelEngine(model_path, settings, config.run.seed, part, followers)
-    model = model_path, settings, config.run.seed
+        return TensorParallelEngine(model_path, settings, seed, part, followers)
+    model = model_path, settings, seed
     return build_engine(config.rollout.engine, *model, str(device.torch_device()))

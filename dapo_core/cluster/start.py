@@ -135,11 +135,12 @@ def _start_parts(
 ) -> list[Any]:
     """Load an engine whose parts rendezvous at `place`; returns the calls' references."""
     first, *others = parts
+    seed = secrets.randbits(31)
     starting = [
-        part.start.remote(model_path, config, EnginePart(number, place))
+        part.start.remote(model_path, config, EnginePart(number, place, seed))
         for number, part in enumerate(others, 1)
     ]
-    return [first.start.remote(model_path, config, EnginePart(0, place), others), *starting]
+    return [first.start.remote(model_path, config, EnginePart(0, place, seed), others), *starting]
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:

@@ -35,7 +35,7 @@ NO_IDS, NO_LOG_PROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to sample; its randomness depends only on `seed`.
+    """One response to sample; with settings.seeds_responses its randomness is that of `seed`.
 
     An aborted response resumes from its existing tokens. Requests with different sampling may share
     a batch.
@@ -99,6 +99,7 @@ class EngineSettings:
     freezes_tower: bool = False  # the weights of a vision tower never change
     records_routing: bool = False  # fill Response.routing
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
+    seeds_responses: bool = True  # False: vLLM's own random numbers, in place of requests' seeds
 
     @property
     def num_parts(self) -> int:
@@ -117,6 +118,7 @@ class EnginePart:
     rank: int  # 0 belongs to the owner
     # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
     address: str
+    seed: int = 0  # of the engine's own random numbers: the same in all parts, new at each start
 
 
 @dataclass

@@ -58,4 +58,5 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         freezes_tower="vision" in train.freeze,
         records_routing=config.algorithm.routing_replay == "rollout",
         sleep_level=sleep_level,
+        seeds_responses=config.run.deterministic or device.seeds_responses,
     )

@@ -119,7 +119,7 @@ class VllmEngine(Engine):
             request.prompt,
             row.response_ids,
             **({"temperature": 0.0} if sampling.is_greedy else asdict(sampling)),
-            seed=_seed(request),
+            seed=_seed(request) if settings.seeds_responses else None,
             max_tokens=settings.max_response_tokens - len(request.response_ids),
             stop_token_ids=self._stop_ids,
             logprobs=0,

@@ -9,7 +9,7 @@ EXPECTED_WARNINGS = {
     "vllm.engine.arg_utils": (
         # a chunked prompt with a seed crashes vLLM 0.32's CPU worker
         "This model does not officially support disabling chunked prefill",
-        # requests have their own seeds
+        # requests have their own seeds, or the seed is as intended
         "The global random seed is set to",
     ),
     # engines on a CPU, and serve.eager

@@ -27,6 +27,7 @@ class Device(ABC):
     has_own_memory: ClassVar[bool]  # separate from host memory
     graph_mode: ClassVar[str | None] = None  # of vLLM's captured graphs; None: vLLM's default
     shares_key_heads: ClassVar[bool]  # fused attention supports GQA without repeating key heads
+    seeds_responses: ClassVar[bool] = True  # vLLM samples responses with own seeds as fast as others
 
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -255,6 +256,7 @@ class Npu(Accelerator):
     # 7086, vllm-ascend 12651).
     sleep_level = 1
     graph_mode = "FULL_DECODE_ONLY"
+    seeds_responses = False  # vllm-ascend 0.23 loops over them for each token
     allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
     def require(self) -> None:

@@ -1,14 +1,25 @@
 """Engine arguments and parallelism that cannot work are refused before anything starts."""
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from dapo_core.config.engine_args import require_known
-from dapo_core.engines.vllm_engine import LOG_PROBS, device_arguments, set_logprobs_mode
+from dapo_core.engines.base import GenerationRequest, Row
+from dapo_core.engines.factory import engine_settings
+from dapo_core.engines.vllm_engine import (
+    LOG_PROBS,
+    VllmEngine,
+    device_arguments,
+    set_logprobs_mode,
+)
 from dapo_core.errors import ConfigError
+from dapo_core.machine.device import device_for
+from dapo_core.model.inputs import ModelInput
 from flows.config import resolve_config
 from tasks.preflight.finding import Findings
 from tasks.preflight.machine import CPU_HEAD_WIDTHS, check_machine
@@ -125,6 +136,25 @@ def test_engine_arguments_by_device() -> None:
         "gpu_memory_utilization": 0.5,
         **own,
     }
+
+
+def test_only_deterministic_engines_on_npus_have_a_generator_per_response() -> None:
+    request = GenerationRequest("0", ModelInput((1, 2)), seed=7)
+    seeds = {}
+    for device in ("cpu", "cuda", "npu"):
+        for deterministic in (False, True):
+            run, train = {"deterministic": deterministic}, {"device": device}
+            engine = VllmEngine.__new__(VllmEngine)
+            engine.settings = engine_settings(
+                resolve_config(settings(run=run, train=train)), device_for(device)
+            )
+            engine._routing, engine._stop_ids = None, []
+            with patch.object(engine, "_add") as add:
+                engine._queue(Row(request, array("i"), array("f")))
+            seeds[device, deterministic] = add.call_args.kwargs["seed"]
+
+    assert seeds.pop(("npu", False)) is None
+    assert set(seeds.values()) == {7}
 
 
 @pytest.mark.parametrize("section", ["rollout", "serve"])
