@@ -27,7 +27,9 @@ class Device(ABC):
     has_own_memory: ClassVar[bool]  # separate from host memory
     graph_mode: ClassVar[str | None] = None  # of vLLM's captured graphs; None: vLLM's default
     shares_key_heads: ClassVar[bool]  # fused attention supports GQA without repeating key heads
-    seeds_responses: ClassVar[bool] = True  # vLLM samples responses with own seeds as fast as others
+    seeds_responses: ClassVar[bool] = (
+        True  # vLLM samples responses with own seeds as fast as others
+    )
 
     @abstractmethod
     def torch_device(self) -> torch.device:
