@@ -100,14 +100,8 @@ app = typer.Typer(
 def print_version(is_wanted: bool) -> None:
     """Print the version and exit."""
     if is_wanted:
-        version()
+        typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
         raise typer.Exit
-
-
-@app.command(hidden=True, epilog="Example: dapo version >> report.txt")
-def version() -> None:
-    """Show the version."""
-    typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
 
 
 @app.callback()

@@ -27,30 +27,28 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 
 root, builds, go = map(Path, sys.argv[1:4])
-resumable = sys.argv[4] == "resumable"
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 def build(work):
-    step = len(list(work.iterdir()))
-    (work / f"step{step}").write_bytes(b"half")
+    (work / "step").write_bytes(b"half")
     with open(builds, "a") as file:
         file.write(f"{os.getpid()}\\n")
     while not go.exists():
         time.sleep(0.02)
-    (work / f"step{step}").write_bytes(b"whole")
-    return {"step": step}
+    (work / "step").write_bytes(b"whole")
+    return {}
 
 parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
-artifact, was_cached = ArtifactStore(root).produce(parts, build, resumable=resumable)
+artifact, was_cached = ArtifactStore(root).produce(parts, build)
 print(artifact.digest, was_cached, flush=True)
 """
 
 
-def start_builder(tmp_path: Path, mode: str = "clean") -> subprocess.Popen[str]:
+def start_builder(tmp_path: Path) -> subprocess.Popen[str]:
     arguments = [str(tmp_path / name) for name in ("store", "builds", "go")]
     with open(tmp_path / "log", "a") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", BUILDER, *arguments, mode],
+            [sys.executable, "-c", BUILDER, *arguments],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -127,20 +125,7 @@ def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
     assert found is not None
     assert found.digest == digest
     left = store.key_folder("train", PARTS.key) / "1.damaged"
-    assert (left / "step0").read_bytes() == b"half"  # kept, but never used
-
-
-def test_a_killed_resumable_build_continues_in_its_directory(tmp_path: Path) -> None:
-    builder = start_builder(tmp_path, "resumable")
-    wait_until(lambda: builds(tmp_path) == [builder.pid], "the build to start")
-    builder.kill()
-    builder.communicate()
-    (tmp_path / "go").touch()
-    assert finish(start_builder(tmp_path, "resumable"))[1] == "False"
-    made = ArtifactStore(tmp_path / "store").lookup("train", PARTS.key)
-    assert made is not None
-    assert made.manifest()["metrics"] == {"step": 1}  # the killed attempt's step0 was there
-    assert (Path(made.path) / "step0").read_bytes() == b"half"
+    assert (left / "step").read_bytes() == b"half"  # kept, but never used
 
 
 def test_a_build_killed_before_the_rename_is_not_a_hit(tmp_path: Path) -> None:

@@ -347,9 +347,9 @@ def test_help_has_an_example_of_the_command(command: str) -> None:
     assert f"dapo {command} " in example
 
 
-@pytest.mark.parametrize("word", ["version", "--version"])
-def test_version_is_shown(word: str) -> None:
-    assert CliRunner().invoke(app, [word]).output == f"dapo-pipeline {version('dapo-pipeline')}\n"
+def test_version_is_shown() -> None:
+    shown = CliRunner().invoke(app, ["--version"]).output
+    assert shown == f"dapo-pipeline {version('dapo-pipeline')}\n"
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["runs", "gc"]])
@@ -366,7 +366,7 @@ def test_a_shell_completes_commands() -> None:
 
 def test_help_lists_every_command_of_daily_use_in_a_group() -> None:
     listed = [name for names in GROUPS.values() for name in names]
-    assert sorted([*listed, "prepare-data", "fetch-model", "track", "train", "version"]) == sorted(
+    assert sorted([*listed, "prepare-data", "fetch-model", "track", "train"]) == sorted(
         typer.main.get_command(app).commands
     )
     assert len(listed) <= 20

@@ -271,14 +271,3 @@ def test_differences_list_every_leaf() -> None:
         ("empty", {}, UNSET),
     ]
     assert differences(before, before) == []
-
-
-def test_locking_a_file_keeps_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("step 1\n")
-    descriptor = durable.try_lock(path)
-    assert descriptor is not None
-    assert durable.try_lock(path) is None
-    os.close(descriptor)
-    assert not durable.is_locked(path)
-    assert path.read_text() == "step 1\n"

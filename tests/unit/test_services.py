@@ -28,7 +28,6 @@ from flows import services
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import (
-    named_api,
     provide_prefect_api,
     require_server,
     wait_for_private_server,
@@ -231,18 +230,6 @@ def test_damaged_files_are_reported_by_name(
         ServicesError, match=r"cannot use PREFECT_HOME=\S+/file: .*; set another one"
     ):
         provide_prefect_api(tmp_path)
-
-
-def test_an_unreachable_server_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = "http://127.0.0.1:9/api"  # nothing listens there
-    monkeypatch.setenv("PREFECT_API_URL", url)
-    assert named_api(tmp_path) == url
-    with pytest.raises(
-        ServicesError, match=f"the Prefect server at {url} does not respond; start it, or fix "
-    ):
-        require_server(url)
 
 
 class Keeper(BaseHTTPRequestHandler):

@@ -100,21 +100,6 @@ def test_a_run_waits_for_the_lock_or_for_its_own_stopping_training_and_names_it_
     assert f"), which holds the lock {path} (" in message
 
 
-def test_inspecting_the_lock_does_not_skip_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
-    path = tmp_path / "training.lock"
-    with contextlib.ExitStack() as looking:
-        # as durable.is_locked does for an instant
-        looking.enter_context(durable.locked(path, shared=True))
-        timer = threading.Timer(0.1, looking.pop_all().close)
-        timer.start()
-        with hold(path, "run-8", skips_if_locked=True):
-            pass
-        timer.join()
-
-
 @pytest.mark.slow
 def test_the_lock_outlives_a_killed_flow_and_skips_other_runs(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
