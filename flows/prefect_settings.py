@@ -45,4 +45,5 @@ def apply_prefect_settings(environment: MutableMapping[str, str] = os.environ) -
 def no_proxy(environment: Mapping[str, str]) -> str:
     """Return a `no_proxy` with this machine: Prefect's client asks a proxy for any server."""
     given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    return given if given.endswith(THIS_MACHINE) else f"{given},{THIS_MACHINE}".lstrip(",")
+    is_covered = given == "*" or given.endswith(THIS_MACHINE)
+    return given if is_covered else f"{given},{THIS_MACHINE}".lstrip(",")

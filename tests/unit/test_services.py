@@ -32,7 +32,7 @@ from flows.prefect_server import (
     require_server,
     wait_for_private_server,
 )
-from flows.prefect_settings import PROJECT_SETTINGS, apply_prefect_settings
+from flows.prefect_settings import PROJECT_SETTINGS, apply_prefect_settings, no_proxy
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tasks.processes.child import background_command
 from tests.operated import ROOT
@@ -311,6 +311,7 @@ def test_proxies_are_only_used_for_remote_servers(
     for _ in range(2):  # a child of a run applies them again
         apply_prefect_settings(environment)
     assert environment["no_proxy"] == "intranet,127.0.0.1,localhost,::1"
+    assert no_proxy({"no_proxy": "*"}) == "*", "curl takes * only alone"
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv("no_proxy", environment["no_proxy"])
     assert httpx.get(f"{keeper}/api/health").status_code == 401  # as Prefect's client asks
