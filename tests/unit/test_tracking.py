@@ -2,11 +2,13 @@
 
 import contextvars
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +27,7 @@ from tasks.runs.history import read_run, training_folder
 from tasks.runs.report import results_of, send_report
 from tasks.runs.run import Run, current_stage
 from tasks.tracking import processes
-from tasks.tracking.clients import CLIENTS, Client, Record, Rows
+from tasks.tracking.clients import CLIENTS, Client, MLflow, Record, Rows
 from tasks.tracking.processes import Trackers, require_trackers, tracking
 from tasks.tracking.tracker import (
     TrackerError,
@@ -219,6 +221,16 @@ def test_trackers_receive_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["custom_reward"]["path"] == "scorer.py"
     assert seen["model"]["path"] == "models/[redacted]"
     assert "flow" not in seen
+
+
+def test_the_address_of_a_tracker_is_recorded_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hunter22@mlflow.example.org")
+    monkeypatch.setitem(sys.modules, "mlflow", mock.MagicMock())
+    record = Record("mlflow")
+    MLflow(record, config(), {})
+    assert str(record.url).startswith("https://me:[redacted]@mlflow.example.org/#/experiments/")
 
 
 def test_results_of_one_benchmark_and_of_a_suite() -> None:
