@@ -85,7 +85,8 @@ def train(
         start_roles = start_cluster
     folder = output_dir / CHECKPOINTS
     restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
-    with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
+    goes_on = partial(continued_from, config, folder)
+    with StopRequest() as stop, raising_stopped(stop, goes_on), lock_checkpoints(folder):
         require_model_folder(model_path)
         draws = None if replay is None else RecordedDraws(replay, config.train.total_steps)
         config = with_model_sampling(config, model_path)
@@ -96,27 +97,26 @@ def train(
         identity = training_identity(config, stream.digest, model_path)
         identity |= {} if replay is None else {"replay": str(replay)}
         config = with_media_limits(with_model_dtypes(config, model_path), model_path, num_pictures)
-        with lock_checkpoints(folder):
-            start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
-            if start is not None:
-                require_same_training(config, start, folder, identity)
-                if (end := finish_if_done(config, start, output_dir)) is not None:
-                    remove_prompts(output_dir)
-                    return TrainResult(start, end.step, end.policy_version)
+        start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
+        if start is not None:
+            require_same_training(config, start, folder, identity)
+            if (end := finish_if_done(config, start, output_dir)) is not None:
+                remove_prompts(output_dir)
+                return TrainResult(start, end.step, end.policy_version)
 
-            def attempt(start: Path | None) -> Trainer:
-                is_restart = restarts.num_restarts > 0
-                with start_roles(config, model_path, output_dir, is_restart) as cluster:
-                    places = model_path, output_dir, identity
-                    trainer = Trainer(cluster.config, cluster, stream, *places, validation)
-                    trainer.sampler = draws or trainer.sampler
-                    trainer.resume(start)
-                    trainer.run(on_step, stop)
-                    return trainer
+        def attempt(start: Path | None) -> Trainer:
+            is_restart = restarts.num_restarts > 0
+            with start_roles(config, model_path, output_dir, is_restart) as cluster:
+                places = model_path, output_dir, identity
+                trainer = Trainer(cluster.config, cluster, stream, *places, validation)
+                trainer.sampler = draws or trainer.sampler
+                trainer.resume(start)
+                trainer.run(on_step, stop)
+                return trainer
 
-            find_own = partial(find_start, folder, "auto", config.checkpoint.on_damage)
-            trainer = restarts.until_done(attempt, start, find_own, stop)
-    remove_prompts(output_dir)
+        find_own = partial(find_start, folder, "auto", config.checkpoint.on_damage)
+        trainer = restarts.until_done(attempt, start, find_own, stop)
+        remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
