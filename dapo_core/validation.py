@@ -251,6 +251,6 @@ def _majorities(answers: Sequence[str | None], n: int) -> np.ndarray:
     numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
     votes = np.array([numbers[answer] for answer in answers])
     drawn = np.random.default_rng(DRAW_SEED).integers(len(answers), size=(NUM_DRAWS, n))
-    # occurrences of each answer
-    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(axis=2)
+    ballots = votes[drawn] + len(numbers) * np.arange(NUM_DRAWS)[:, None]  # distinct by draw
+    counts = np.bincount(ballots.ravel())[ballots]
     return drawn[np.arange(NUM_DRAWS), counts.argmax(axis=1)]  # argmax takes the first maximum
