@@ -22,6 +22,7 @@ from dapo_core.checkpoint.archive import read_records
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, refuse_links
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
+from dapo_core.model.folder import read_config
 from dapo_core.model.names import FilePiece, expert_pieces
 
 if TYPE_CHECKING:
@@ -413,11 +414,8 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
     # transformers has no public API for this; test_merge_verl.py fails if it changes.
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    try:
-        config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
-        hidden_size = config.get("text_config", config).get("hidden_size")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"config.json in {model_files} cannot be read ({error!r})") from error
+    config = read_config(model_files)
+    hidden_size = (config.get("text_config") or config).get("hidden_size")
     rules = get_checkpoint_conversion_mapping(config.get("model_type")) or ()
     fused = [
         rule

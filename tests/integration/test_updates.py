@@ -111,32 +111,6 @@ def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> Non
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
 
 
-def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Path) -> None:
-    def run(name: str, total_steps: int) -> list[dict[str, float]]:
-        with without_ray():
-            keys = {"num_ranks": 1, "total_steps": total_steps, "passes": 2, "warmup_steps": 2}
-            schedule = {"schedule": "linear", "schedule_steps": 10}
-            train(config_of(train={**keys, **schedule}), world.data, world.model, tmp_path / name)
-        return read_json_lines(tmp_path / name / METRICS_FILE)
-
-    whole = run("whole", 3)
-    run("parts", 1)
-    lines = run("parts", 3)
-    # 2 passes of 2 mini-batches a step
-    assert [line["policy_version"] for line in lines] == [4, 8, 12]
-    # updates 4, 8 and 12 of warm-up 2 and end 10: 1 - 2/8, 1 - 6/8, 0
-    assert [line["actor/lr"] for line in lines] == pytest.approx([0.75e-3, 0.25e-3, 0.0])
-    names = (
-        "actor/pg_loss",
-        "actor/grad_norm",
-        "actor/entropy",
-        "critic/rewards/mean",
-        "global_seqlen/balanced_max",
-    )
-    for one, other in zip(whole, lines, strict=True):
-        assert [one[name] for name in names] == [other[name] for name in names]
-
-
 def _refreshed(rank: int, config: Config, batch: Batch, folder: str) -> dict[str, torch.Tensor]:
     """Return log-probs of policy and reference, before and after a refresh, and after loading."""
     policy = Policy(config.model.path or "", config)

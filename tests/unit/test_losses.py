@@ -273,16 +273,8 @@ def test_a_loss_that_fails_later_names_its_file(tmp_path: Path) -> None:
         _loss(**_custom(tmp_path, body))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def compute_loss(log_probs): return log_probs", "cannot be called as compute_loss"),
-        ("def other(): pass", r"other at top level, not compute_loss; rename the function or set"),
-        ("def compute_loss(", "is not valid Python"),
-    ],
-)
-def test_a_file_without_the_function_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "loss.py").write_text(text)
+def test_a_file_without_the_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text("def compute_loss(log_probs): return log_probs")
     custom = {"custom_loss": {"path": str(tmp_path / "loss.py")}}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="cannot be called as compute_loss"):
         loss_of(AlgorithmConfig.model_validate(custom))
