@@ -27,7 +27,8 @@ LARGE = "a picture of more than 64 MiB"
 MILLIONS = 50  # of pixels of a decoded one, each of which takes up to 8 bytes here
 MAX_RATIO = 200  # of its sides, as the models' processors allow
 _EXTENSIONS = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}  # stored as they are
-_DATA_URL = "data:"
+# a data URL, or base64 as pictures begin: JPEG, PNG, WebP, GIF
+_BASE64 = ("data:", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")
 _ADDRESSES = ("http://", "https://")
 _READABLE = (*_EXTENSIONS, "BMP", "GIF", "TIFF")
 
@@ -141,7 +142,7 @@ def _require_usable(image: PilImage) -> None:
 
 
 def _content(value: Any, folder: Path | None) -> bytes:
-    """Return the bytes of a picture: given, in a data URL, on a server, or in a file."""
+    """Return the bytes of a picture: given, in base64, on a server, or in a file."""
     if isinstance(value, Mapping):
         held = value.get("bytes")
         value = value.get("path") if held is None else held
@@ -149,14 +150,14 @@ def _content(value: Any, folder: Path | None) -> bytes:
         content = value
     elif not isinstance(value, str):
         raise Unusable(f"a value of type {type(value).__name__} as a picture")
-    elif value.startswith(_DATA_URL):
-        head, _, data = value.partition(",")
-        if not head.endswith(";base64"):
+    elif value.startswith(_BASE64):
+        head, comma, data = value.rpartition(",")
+        if comma and not head.endswith(";base64"):
             raise Unusable("a data URL that is not base64 as a picture")
         try:
             content = base64.b64decode(data, validate=True)
         except ValueError:
-            raise Unusable("a data URL that is not base64 as a picture") from None
+            raise Unusable("a text that is not base64 as a picture") from None
     elif value.startswith(_ADDRESSES):
         content = read_url(value, MAX_BYTES)
     else:
@@ -191,7 +192,7 @@ def picture_files(path: Path, split: Split) -> list[Path]:
         for value in images_in(row, columns):
             name = value.get("path") if isinstance(value, Mapping) else value
             is_held = isinstance(value, Mapping) and value.get("bytes") is not None
-            if is_held or not isinstance(name, str) or name.startswith(_DATA_URL):
+            if is_held or not isinstance(name, str) or name.startswith(_BASE64):
                 return []  # the rows hold their pictures
             if not name.startswith(_ADDRESSES):
                 found[folder / name] = None

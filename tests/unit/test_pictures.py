@@ -142,7 +142,7 @@ def test_every_form_of_a_picture_is_stored_as_one_file(
     forms: dict[str, list[Any]] = {
         ".parquet": [[{"bytes": png(), "path": None}], [{"bytes": None, "path": "pictures/a.png"}]],
         ".jsonl": [["pictures/a.png"], "pictures/a.png", {"path": "pictures/a.png"}, url],
-        ".csv": ["pictures/a.png", f"{server}/a.png"],
+        ".csv": ["pictures/a.png", f"{server}/a.png", url.partition(",")[2]],
     }
     rows = [row(form, number) for number, form in enumerate(forms[suffix])]
     prepared = prepare(recipe(tmp_path, write(tmp_path / f"mine{suffix}", rows)), tmp_path)
