@@ -27,9 +27,8 @@ class Device(ABC):
     has_own_memory: ClassVar[bool]  # separate from host memory
     graph_mode: ClassVar[str | None] = None  # of vLLM's captured graphs; None: vLLM's default
     shares_key_heads: ClassVar[bool]  # fused attention supports GQA without repeating key heads
-    seeds_responses: ClassVar[bool] = (
-        True  # vLLM samples responses with own seeds as fast as others
-    )
+    seeds_responses: ClassVar[bool] = True  # a seed per response does not slow vLLM down
+    group_bytes: ClassVar[int] = 0  # buffers of each group of processes, outside torch's allocator
 
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -258,6 +257,7 @@ class Npu(Accelerator):
     # 7086, vllm-ascend 12651).
     sleep_level = 1
     graph_mode = "FULL_DECODE_ONLY"
+    group_bytes = 2 * 200 * 1024**2  # to send and to receive; HCCL_BUFFSIZE is 200 by default
     seeds_responses = False  # vllm-ascend 0.23 loops over them for each token
     allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -30,6 +30,7 @@ class EngineMemory:
     weights: int
     activations: int  # of one step
     graphs: int
+    reload: int  # of a sync: the largest module as it arrives, and this device's part of it
     probe: int  # logits for the log-probs that verify a sync; vLLM does not reserve memory for them
     token_bytes: int  # KV cache of one token
     sequence_bytes: int  # KV cache of a sequence of maximum length
@@ -74,6 +75,7 @@ def engine_memory(
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
     adapters = shape.adapter_parameters(config.train.lora) if rollout.lora == "adapter" else 0
+    reload = 0 if adapters or not is_vllm else shape.largest_module * (1 + parts) // parts * item
     weights = (shape.engine_parameters(parts, stages) + adapters) * item
     graphs = GRAPH_BYTES if has_graphs else 0
     probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
@@ -91,6 +93,7 @@ def engine_memory(
         weights=weights,
         activations=activations,
         graphs=graphs,
+        reload=reload,
         probe=probe,
         token_bytes=token_bytes,
         sequence_bytes=longest * token_bytes,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
 Part = tuple[str, int, int]  # name, bytes on the device, bytes on the host
-CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and collective buffers
+CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and NCCL's buffers
 # Share of a rank's tensors: freed blocks that the allocator cannot reuse. Assumed for torch's,
 # measured for jemalloc's on a CPU.
 SLACK, CPU_SLACK = 0.05, 0.20
@@ -200,8 +200,23 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
         is_cpu = config.train.device == "cpu"
         process, share = (PROCESS_BYTES[RANK], CPU_SLACK) if is_cpu else (CONTEXT_BYTES, SLACK)
         process += int(share * sum(on_device for _, on_device, _ in parts))
-        uses += _uses(phase, RANK, [*parts, ("process", process, 0)])
+        parts += [("groups", _group_bytes(config, RANK), 0), ("process", process, 0)]
+        uses += _uses(phase, RANK, parts)
     return uses
+
+
+def _group_bytes(config: TrainingConfig, role: str) -> int:
+    """Return the buffers of a process's groups; one of them sends the weights, on rank 0."""
+    train, rollout = config.train, config.rollout
+    size = train.fsdp_size or train.num_ranks
+    if role == ENGINE:
+        sizes = [rollout.tensor_parallel, rollout.pipeline_parallel]
+        sizes += [rollout.tensor_parallel] * 2 * rollout.expert_parallel  # vllm-ascend has two
+    else:
+        sizes = [train.num_ranks, train.sequence_parallel, train.expert_parallel]
+        sizes += [train.num_ranks // train.expert_parallel] * (train.expert_parallel > 1)
+        sizes += [size, train.num_ranks // size] * (size < train.num_ranks)
+    return device_for(train.device).group_bytes * (1 + sum(size > 1 for size in sizes))
 
 
 def _uses(phase: str, role: str, parts: Iterable[Part]) -> list[Use]:
@@ -275,10 +290,12 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
             if WEIGHTS in held
             else ("weights", 0, engine.weights * keeps_weights),
             ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
-            ("activations", engine.activations * is_awake, 0),
+            ("activations", engine.activations * (is_awake and phase != "publish"), 0),
             ("weights being received", 2 * bucket * (phase == "publish" and not is_cpu), 0),
+            ("module being loaded", engine.reload * (phase == "publish"), 0),
             ("probe's logits", engine.probe * (phase == "generate"), 0),
             ("graphs", engine.graphs, 0),
+            ("groups", _group_bytes(config, ENGINE), 0),
             ("process", process, 0),
         ]
         uses += _uses(phase, ENGINE, parts)

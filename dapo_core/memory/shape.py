@@ -65,6 +65,14 @@ class ModelShape:
         return max(prod(shape[-2:]) for shape in self._shapes)
 
     @property
+    def largest_module(self) -> int:
+        """Elements of an engine's largest module: a layer's experts, say, or the embedding."""
+        experts = (count(shape for shape in layer if len(shape) == 3) for layer in self.layers)
+        queries_keys_values = (self.heads + 2 * self.key_heads) * self.head_dim
+        rows = max(self.vocabulary, 2 * self.intermediate, queries_keys_values)
+        return max(rows * self.hidden, *experts)
+
+    @property
     def _shapes(self) -> list[Shape]:
         return [*self.root, *(shape for layer in self._units for shape in layer)]
 

@@ -16,6 +16,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
+from dapo_core.machine.device import device_for
+
 BACKEND = "dapo"  # name in weight_transfer_config
 
 
@@ -93,3 +95,5 @@ def replace_weights(engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) ->
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", args=({"weights": weights},))
     engine.collective_rpc("finish_weight_update")
+    if (module := device_for(current_platform.device_type).module()) is not None:
+        module.empty_cache()  # the reload's memory, before keys and values wake beside it

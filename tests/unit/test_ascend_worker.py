@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
+import pytest
 import torch
 from torch import nn
 
@@ -73,3 +75,15 @@ def test_experts_keep_the_layout_of_their_kernels_when_an_engine_wakes() -> None
     assert all(after is before[name] for name, after in model.named_parameters())
     Worker(model).wake_up(["weights"])  # if it transposes no longer, `_put_back` can go
     assert model.get_parameter("0.w13_weight").shape == (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_reload_is_free_before_keys_and_values_wake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dapo_core.weights import vllm_transfer
+
+    calls = Mock()
+    monkeypatch.setattr(vllm_transfer, "device_for", calls.device_for)
+    vllm_transfer.replace_weights(calls.engine, [])
+    assert calls.mock_calls[-1] == call.device_for().module().empty_cache()

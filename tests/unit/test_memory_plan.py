@@ -351,6 +351,35 @@ def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> Non
     assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
 
+def test_a_sync_keeps_the_largest_module_until_it_is_whole() -> None:
+    def held(name: str, model: str, *overrides: str) -> dict[str, int]:
+        uses = planned(recipe(name, *overrides), model).uses
+        return {use.phase: use.device_bytes for use in uses if use.what == "module being loaded"}
+
+    experts = 128 * 3 * 4_096 * 1_536 * 2  # of one layer, in bfloat16
+    moe = held("gspo_qwen3_235b_a22b_math", "Qwen3-235B-A22B")
+    assert moe == {"publish": experts + experts // 8}
+    # the embedding
+    assert held("dapo_qwen3_8b_math", "Qwen3-8B") == {"publish": 2 * 151_936 * 4_096 * 2}
+    assert held("dapo_qwen3_8b_lora", "Qwen3-8B") == {}
+    assert held("dapo_qwen3_8b_math", "Qwen3-8B", "rollout.engine=hf") == {}
+
+
+def test_groups_of_npus_have_buffers() -> None:
+    def groups(name: str, model: str, *overrides: str) -> dict[str, float]:
+        uses = planned(recipe(name, *overrides), model).uses
+        each = 2 * 200 * 1024**2
+        return {use.role: use.device_bytes / each for use in uses if use.what == "groups"}
+
+    # all ranks, sequences, and weights; parts of an engine, and weights
+    assert groups("dapo_qwen3_32b_math", "Qwen3-32B") == {"rank": 3, "engine": 2}
+    hybrid = groups("dapo_qwen3_32b_math", "Qwen3-32B", "train.fsdp_size=16")
+    assert hybrid == {"rank": 5, "engine": 2}
+    # experts of all ranks; parts of an engine, with two for experts, and weights
+    assert groups("qwen3_vl_30b_geo3k", "Qwen3-VL-30B-A3B") == {"rank": 3, "engine": 4}
+    assert groups("dapo_qwen3_8b_one_gpu", "Qwen3-8B") == {}
+
+
 def test_replayed_experts_take_the_drivers_memory() -> None:
     def sizes(*overrides: str, name: str = "gspo_qwen3_30b_a3b_math") -> set[tuple[int, int]]:
         uses = planned(recipe(name, *overrides), "Qwen3-30B-A3B").uses
