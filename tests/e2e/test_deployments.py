@@ -261,18 +261,6 @@ def test_states_explain_why_a_run_ended(
     assert f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
 
 
-def test_dapo_stage_runs_one_stage_and_prints_its_output_path(site: Site) -> None:
-    done = site.dapo(*site.chain("stage", "prepare-data"))
-    output = Path(done.stdout.splitlines()[-1])
-    assert (output / "train.parquet").is_file()
-    [record] = (site.store / "runs").glob("*/run.json")
-    run = json.loads(record.read_text())
-    assert (run["flow"], run["state"]) == ("prepare-data", "completed")
-    assert {label: stage["artifact"] for label, stage in run["stages"].items()} == {
-        "prepare_data": str(output)
-    }
-
-
 @dataclass(frozen=True)
 class Seen:
     """What the server knows about the four runs of page_flow, oldest first."""
