@@ -19,7 +19,6 @@ from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
 from dapo_core.errors import ConfigError
-from eval.endpoint import LOOPBACK
 from eval.report.pages import points
 from eval.report.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config
@@ -116,11 +115,9 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
             return False
     host = urlsplit(url).hostname
     try:
-        # Requests to this machine bypass any proxy in the environment.
-        with (
-            httpx.Client(timeout=webhook.timeout_seconds, trust_env=host not in LOOPBACK) as client,
-            client.stream("POST", url, json=redacted(payload)) as answer,
-        ):
+        with httpx.stream(
+            "POST", url, json=redacted(payload), timeout=webhook.timeout_seconds
+        ) as answer:
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:
         logger.warning(
