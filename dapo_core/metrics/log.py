@@ -23,14 +23,16 @@ def format_step(step: int, metrics: Mapping[str, float]) -> str:
 class MetricsLog:
     """metrics.jsonl, one line per step; step 0 is the validation before training.
 
-    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be
-    written.
+    Truncated to `last_step`, or emptied if None, without damaged lines. Raises CheckpointError if
+    the file cannot be written.
     """
 
     def __init__(self, folder: Path, last_step: int | None) -> None:
         self.path = folder / METRICS_FILE
         last_step = -1 if last_step is None else last_step
-        kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
+        lines = [line for line in read_json_lines(self.path) if isinstance(line, dict)]
+        kept = [line for line in lines if isinstance(line.get("step"), int)]
+        kept = [line for line in kept if line["step"] <= last_step]
         with writing(self.path):
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
