@@ -450,7 +450,7 @@ _CHOSEN = re.compile(
     r'(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
 _LABELLED = re.compile(r"(?:\(\s*[A-J]\s*\)|[A-J]\s*[.:)](?=\s))\s*(.+)")  # `(A) 5` answers 5, too
-_FURTHER = re.compile(r"\W*(?:(?:and|or)\b|(?:[A-Z]|[IVX]+)\b|(?:[a-j]|[ivx]+)\))")
+_FURTHER = re.compile(r'\W*(?:(?:and|or)|[A-Z])\b|[\s"]*[,;&/]\W*(?:[IVX]+\b|(?:[a-j]|[ivx]+)\))')
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:

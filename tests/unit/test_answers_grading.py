@@ -31,6 +31,8 @@ ONE_WAY = {
     r"\text{(C) } 12 | \text{(C)}",
     r"(C)\ 12 | \text{(C)}",
     r"选C | \text{C}",
+    "(B) (i) and (ii) | (B)",
+    "(D) IV | (D)",
     r"\text{C: }5 | \text{(C)}",
     r"c | \text{(C)}",
     r"\textbf{(A)}\ 5 | A",
