@@ -33,7 +33,7 @@ from dapo_core.algorithm.batch import Batch, TokenStats, build_batch, shuffled
 from dapo_core.algorithm.kl import KLController
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.recorded import RecordedDraws, record_draw
-from dapo_core.checkpoint.resume import resume_metrics
+from dapo_core.checkpoint.resume import intact_start, resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.config.compat import Compat
@@ -167,6 +167,8 @@ class Trainer:
 
     def resume(self, checkpoint: Path | None) -> None:
         """Restore the state of a checkpoint, or start from the beginning if None."""
+        folder, verify = self.output_dir / CHECKPOINTS, self.cluster.policy.verify
+        checkpoint = intact_start(checkpoint, folder, self.config.checkpoint, verify)
         if checkpoint is None:
             self._rewind(0, [])
             self.log = MetricsLog(self.output_dir, None)
@@ -194,7 +196,7 @@ class Trainer:
         self.turns.enter("publish", timer)
         self.cluster.weights.send(self.policy_version)
         self.turns.enter("generate", timer)
-        is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else of another training
+        is_own = checkpoint.parent == folder  # else of another training
         self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("resuming after step %d from %s", self.num_steps, checkpoint.name)
 

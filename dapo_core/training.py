@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from dapo_core.checkpoint.identity import training_identity
+from dapo_core.checkpoint.manifest import require_complete
 from dapo_core.checkpoint.recorded import RecordedDraws
 from dapo_core.checkpoint.resume import (
     find_start,
@@ -97,7 +98,8 @@ def train(
         identity = training_identity(config, stream.digest, model_path)
         identity |= {} if replay is None else {"replay": str(replay)}
         config = with_media_limits(with_model_dtypes(config, model_path), model_path, num_pictures)
-        start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
+        own = config.checkpoint
+        start = find_start(folder, own.resume, own.on_damage, require_complete)
         if start is not None:
             require_same_training(config, start, folder, identity)
             if (end := finish_if_done(config, start, output_dir)) is not None:
@@ -105,8 +107,7 @@ def train(
                 return TrainResult(start, end.step, end.policy_version)
 
         def attempt(start: Path | None) -> Trainer:
-            is_restart = restarts.num_restarts > 0
-            with start_roles(config, model_path, output_dir, is_restart) as cluster:
+            with start_roles(config, model_path, output_dir, restarts.is_restart) as cluster:
                 places = model_path, output_dir, identity
                 trainer = Trainer(cluster.config, cluster, stream, *places, validation)
                 trainer.sampler = draws or trainer.sampler
@@ -114,7 +115,7 @@ def train(
                 trainer.run(on_step, stop)
                 return trainer
 
-        find_own = partial(find_start, folder, "auto", config.checkpoint.on_damage)
+        find_own = partial(find_start, folder, "auto", own.on_damage, require_complete)
         trainer = restarts.until_done(attempt, start, find_own, stop)
         remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)

@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dapo_core.checkpoint import resume
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
-from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_files, write_shards
+from dapo_core.checkpoint.manifest import (
+    MANIFEST_FILE,
+    require_complete,
+    require_files,
+    verify_shards,
+    write_shards,
+)
 from dapo_core.checkpoint.metadata import METADATA_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
@@ -95,6 +102,9 @@ class FileShards:
     """A policy group of two files; a background save writes the second one at the second poll."""
 
     num_bytes = 42  # of both files
+
+    def verify(self, checkpoint: Path) -> None:
+        """Finds no damage."""
 
     def __init__(self) -> None:
         self.late: list[Path] = []
@@ -189,11 +199,23 @@ def end(writer: CheckpointWriter) -> None:
         pass
 
 
+def verify(checkpoint: Path) -> None:
+    """Verify every file, as the ranks do together."""
+    require_complete(checkpoint)
+    for share in (0, 1):
+        verify_shards(checkpoint, share, 2)
+
+
+def find_start(folder: Path, source: str, on_damage: resume.OnDamage = "previous") -> Path | None:
+    """Return the checkpoint to continue from, of which every file is verified."""
+    return resume.find_start(folder, source, on_damage, verify)
+
+
 def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     """Assert that every part of the checkpoint exists and belongs to that state."""
     assert checkpoint.name == f"step_{state.step:06d}"
     assert plain(read_state(checkpoint)) == plain(state)
-    require_files(checkpoint, with_shards=True)
+    require_files(checkpoint)
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
     assert json.loads((checkpoint / NAMES_FILE).read_text()) == [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +22,6 @@ from dapo_core.machine.digests import CHECKPOINT_MANIFEST as MANIFEST_FILE
 from dapo_core.machine.digests import Part, digest_of, file_parts
 from durable import write_atomically
 
-logger = logging.getLogger(__name__)
-
 SHARDS_FILE = "shards.json"  # the files that ranks wrote, until the manifest includes them
 
 
@@ -36,6 +32,11 @@ class Manifest:
     training: str  # id shared by all checkpoints of one training
     step: int
     files: dict[str, list[Part]]  # a shard has one part per tensor
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the files that ranks wrote."""
+        return sorted(name for name in self.files if name.endswith(".distcp"))
 
 
 def training_id(folder: Path) -> str:
@@ -78,39 +79,47 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def shard_digests(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the shards by file name, equal to `digests.file_digest`."""
-    files = read_manifest(checkpoint).files
-    return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
+    manifest = read_manifest(checkpoint)
+    return {name: digest_of(manifest.files[name]) for name in manifest.shards}
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Raise CheckpointError, naming the file, unless every file is unchanged and safe to load."""
-    began = time.monotonic()
-    manifest = require_files(checkpoint, with_shards=True)
-    metadata = read_metadata(checkpoint)
-    by_shard: dict[str, list[tuple[int, int]]] = {}
-    for place in metadata.storage_data.values():
-        by_shard.setdefault(place.relative_path, []).append((place.offset, place.length))
-    needed = {METADATA_FILE, STATE_FILE, GROUPS_FILE, TOKENS_FILE, *by_shard}
+def require_complete(checkpoint: Path) -> None:
+    """Raise CheckpointError, naming the file, unless every file is there and unchanged.
+
+    Of shards, only the sizes are compared with the manifest; `verify_shards` reads them.
+    """
+    manifest = require_files(checkpoint)
+    shards = {place.relative_path for place in read_metadata(checkpoint).storage_data.values()}
+    needed = {METADATA_FILE, STATE_FILE, GROUPS_FILE, TOKENS_FILE, *shards}
     if unlisted := needed - manifest.files.keys():
         raise CheckpointError(f"{checkpoint / min(unlisted)} is not in {MANIFEST_FILE}")
-    for name, places in sorted(by_shard.items()):
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing, one of {len(by_shard)} shards")
-        with path.open("rb") as file:
-            for offset, length in places:
-                read_records(file, str(path), offset, length, has_crc32s=False)
+    for name in manifest.shards:
+        _require_size(checkpoint / name, manifest.files[name])
     # the digests cover the carried groups, which only the trainer needs to parse
     read_state_without_groups(checkpoint)
-    seconds = time.monotonic() - began
-    logger.info("checkpoint %s is intact: verified in %.1f s", checkpoint.name, seconds)
 
 
-def require_files(checkpoint: Path, with_shards: bool) -> Manifest:
-    """Check the files' sizes and digests and return the manifest; raises CheckpointError.
+def verify_shards(checkpoint: Path, number: int, num_shares: int) -> None:
+    """Raise CheckpointError unless the shards of share `number` are unchanged and safe to load.
 
-    Shards are checked only if `with_shards` is set. Links are refused, since they may point
-    outside.
+    Every `num_shares`-th shard is in a share, so that ranks read them at the same time.
+    """
+    manifest = read_manifest(checkpoint)
+    places: dict[str, list[tuple[int, int]]] = {}
+    for place in read_metadata(checkpoint).storage_data.values():
+        places.setdefault(place.relative_path, []).append((place.offset, place.length))
+    for name in manifest.shards[number::num_shares]:
+        path = checkpoint / name
+        _require_parts(path, manifest.files[name])
+        with path.open("rb") as file:
+            for offset, length in places.get(name, ()):
+                read_records(file, str(path), offset, length, has_crc32s=False)
+
+
+def require_files(checkpoint: Path) -> Manifest:
+    """Check all files but the shards and return the manifest; raises CheckpointError.
+
+    Links are refused, since they may point outside.
     """
     refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -119,17 +128,21 @@ def require_files(checkpoint: Path, with_shards: bool) -> Manifest:
             f"{checkpoint / MANIFEST_FILE} is for step {manifest.step}, not {checkpoint.name}"
         )
     for name, parts in manifest.files.items():
-        if with_shards or not name.endswith(".distcp"):
+        if not name.endswith(".distcp"):
             _require_parts(checkpoint / name, parts)
     return manifest
 
 
-def _require_parts(path: Path, parts: Sequence[Part]) -> None:
+def _require_size(path: Path, parts: Sequence[Part]) -> None:
     size = sum(part_size for part_size, _ in parts)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     if path.stat().st_size != size:
         raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
+
+
+def _require_parts(path: Path, parts: Sequence[Part]) -> None:
+    _require_size(path, parts)
     found = file_parts(path, [part_size for part_size, _ in parts])
     num_wrong = sum(part != expected for part, expected in zip(found, parts, strict=True))
     if num_wrong:

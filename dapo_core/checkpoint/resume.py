@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,6 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.identity import refuse_other_training
-from dapo_core.checkpoint.manifest import verify_checkpoint
 from dapo_core.checkpoint.recorded import DRAWS
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
@@ -31,13 +30,14 @@ from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainingConfig
+    from dapo_core.config.training import CheckpointConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
 MODES = ("auto", "never")  # values of checkpoint.resume other than a path
 OnDamage = Literal["previous", "stop"]
+Verify = Callable[[Path], None]  # raises CheckpointError for damage
 
 
 @contextmanager
@@ -88,19 +88,19 @@ def resume_digest(resume: str) -> str | None:
     return digest.hexdigest()
 
 
-def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> Path | None:
-    """Return the verified checkpoint to continue from, or None to start from the beginning.
+def find_start(folder: Path, resume: str, on_damage: OnDamage, verify: Verify) -> Path | None:
+    """Return the checkpoint to continue from, or None to start from the beginning.
 
     `folder` holds the training's own checkpoints. `resume` is checkpoint.resume: auto; never, which
     moves existing checkpoints and metrics aside; or a checkpoint or training output to start from
     if `folder` has no checkpoint. `on_damage` is checkpoint.on_damage: fall back to the newest
-    intact checkpoint, or stop. Raises CheckpointError for damage, and if the path holds no complete
-    checkpoint.
+    checkpoint that `verify` accepts, or stop. Raises CheckpointError for damage, and if the path
+    holds no complete checkpoint.
     """
     if resume == "never":
         _supersede(folder)
         return None
-    newest = _newest_intact(folder, on_damage)
+    newest = _newest_intact(folder, on_damage, verify)
     if newest is not None:
         _set_aside_after(newest)
     if resume == "auto":
@@ -111,8 +111,21 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
         return newest
     start = _checkpoint_at(Path(resume))
     if start != Path(resume):
-        return _newest_intact(start.parent, on_damage)
-    verify_checkpoint(start)
+        return _newest_intact(start.parent, on_damage, verify)
+    verify(start)
+    return start
+
+
+def intact_start(
+    start: Path | None, folder: Path, config: CheckpointConfig, verify: Verify
+) -> Path | None:
+    """Return `start`, or what find_start returns instead if `verify` finds damage in it."""
+    if start is not None:
+        try:
+            verify(start)
+        except CheckpointError:
+            source = "auto" if start.parent == folder else config.resume
+            return find_start(folder, source, config.on_damage, verify)
     return start
 
 
@@ -128,12 +141,12 @@ def _set_aside_after(checkpoint: Path) -> None:
         logger.warning(message, checkpoint.name, len(damaged))
 
 
-def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
+def _newest_intact(folder: Path, on_damage: OnDamage, verify: Verify) -> Path | None:
     """Return the newest complete checkpoint without damage, or None if there is no checkpoint."""
     damage = ""
     for checkpoint in reversed(checkpoint_folders(folder)):
         try:
-            verify_checkpoint(checkpoint)
+            verify(checkpoint)
         except CheckpointError as error:
             damage = damage or str(error)
             if on_damage == "stop":

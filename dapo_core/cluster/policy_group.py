@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dapo_core.algorithm.batch import Batch, TokenStats, random_order
 from dapo_core.algorithm.covariance import select_tokens
 from dapo_core.algorithm.loss import LossTotals
 from dapo_core.algorithm.update import Update
+from dapo_core.checkpoint.manifest import require_complete
 from dapo_core.errors import CheckpointError, RolloutError
 from dapo_core.model.routers import Experts
 from dapo_core.policy.profiling import PROFILES, trace_name
@@ -202,6 +204,19 @@ class PolicyGroup:
     def checkpoint_bytes(self) -> int:
         """Return the bytes of parameters and optimizer state in a checkpoint."""
         return sum(self.actors.get([rank.checkpoint_bytes.remote() for rank in self.ranks]))
+
+    def verify(self, checkpoint: Path) -> None:
+        """Raise CheckpointError if a file is damaged; each rank reads a share of the shards."""
+        began = time.monotonic()
+        require_complete(checkpoint)
+        shares = range(len(self.ranks))
+        calls = [
+            rank.verify.remote(str(checkpoint), share, len(shares))
+            for rank, share in zip(self.ranks, shares, strict=True)
+        ]
+        self.actors.get(calls)
+        seconds = time.monotonic() - began
+        logger.info("checkpoint %s is intact: verified in %.1f s", checkpoint.name, seconds)
 
     def load(self, folder: str) -> None:
         """Load the folder's shards, written by any number of ranks."""

@@ -43,7 +43,7 @@ class Restarts:
     ) -> None:
         self.max_restarts = max_restarts
         self.delay_seconds = delay_seconds
-        self.num_restarts = 0  # in total
+        self.is_restart = False
         self._sleep = sleep
         self._num_in_a_row = 0  # without a new checkpoint
         self._latest: Path | None = None  # checkpoint at the last restart
@@ -86,7 +86,7 @@ class Restarts:
         max_delay = max(MAX_DELAY_SECONDS, self.delay_seconds)
         seconds = min(self.delay_seconds * 2**self._num_in_a_row, max_delay)
         self._num_in_a_row += 1
-        self.num_restarts += 1
+        self.is_restart = True
         logger.warning(
             "%s; training restarts in %g s from %s (restart %d of at most %d without a new "
             "checkpoint)",

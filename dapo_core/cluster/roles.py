@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from dapo_core.model.pretrained import load_tokenizer
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_averages
 from dapo_core.weights.inbox import open_inbox
-from dapo_core.weights.links import Link
+from dapo_core.weights.links import STALL_SECONDS, Link
 from dapo_core.weights.proof import Loaded
 from heartbeat import print_to
 
@@ -61,7 +62,11 @@ class PolicyRank(_Process, Policy):
         device = _own_device(config, config.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         backends = device.backends(config.train.offload_shards)
-        torch.distributed.init_process_group(backends, address, rank=rank, world_size=num_ranks)
+        # torch's own 600 s end ranks that read a large model at different speeds
+        timeout = timedelta(seconds=STALL_SECONDS)
+        torch.distributed.init_process_group(
+            backends, address, timeout, rank=rank, world_size=num_ranks
+        )
         require_averages(device.torch_device())
         if rank == 0:  # Ray forwards what a process prints to the trainer's output
             print_to(sys.stdout)

@@ -50,7 +50,7 @@ class DcpSource:
                 folder / checkpoint.name,
                 folder / "checkpoints" / checkpoint.name,
             ]
-        self._parts = _parts_by_place(require_files(checkpoint, with_shards=False))
+        self._parts = _parts_by_place(require_files(checkpoint))
         self._metadata = read_metadata(checkpoint)
         self._shards = self._require_shards()
         self._chunks: dict[str, list[Any]] = {}

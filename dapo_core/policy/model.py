@@ -79,6 +79,8 @@ def load_sharded(
     _shard(model, layers, train, device, precision)
     _materialise(model, HOST if train.offload_shards else device.torch_device())
     _fill(causal_lm, weight_files(model_path), seed)
+    # other groups have torch's shorter time limit, so all wait for the slowest reader here
+    torch.distributed.all_reduce(torch.zeros(1, device=device.torch_device()))
     return model
 
 

@@ -19,6 +19,7 @@ from dapo_core.algorithm.batch import TokenStats
 from dapo_core.algorithm.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.algorithm.losses import loss_of
 from dapo_core.algorithm.update import Fault, Update
+from dapo_core.checkpoint.manifest import verify_shards
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.machine.device import Device, device_for
 from dapo_core.machine.environment import DETERMINISTIC, set_defaults
@@ -190,6 +191,10 @@ class Policy(Profiled):
     def checkpoint_bytes(self) -> int:
         """Return the bytes of this rank's part of a checkpoint; HSDP copies count once."""
         return self.shards.num_bytes()
+
+    def verify(self, folder: str, number: int, num_shares: int) -> None:
+        """Raise CheckpointError for a damaged shard of this share. Not collective."""
+        verify_shards(Path(folder), number, num_shares)
 
     def load(self, folder: str) -> None:
         """Load a checkpoint written by any number of ranks. Weights must be on the device."""

@@ -17,7 +17,8 @@ import torch.multiprocessing  # registers tensors with ForkingPickler
 from dapo_core.errors import RolloutError
 from dapo_core.weights.plan import NUM_SLOTS, WeightPlan
 
-STALL_SECONDS = 1800.0  # like torch's collectives; the trainer detects dead processes earlier
+# The guides' HCCL_EXEC_TIMEOUT. The trainer detects dead processes earlier.
+STALL_SECONDS = 3600.0
 POLL_SECONDS = 0.0005
 COUNTER_BYTES = 8
 HANDLE_BYTES = 4096  # space for a tensor's IPC handle

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dapo_core.checkpoint import state
 from dapo_core.checkpoint.folder import LATEST_FILE
-from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_files, verify_checkpoint
+from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_complete, require_files
 from dapo_core.checkpoint.metadata import read_metadata
-from dapo_core.checkpoint.resume import find_start
+from dapo_core.checkpoint.resume import intact_start
 from dapo_core.checkpoint.shards import _Reader, _Writer
 from dapo_core.checkpoint.state import _carried, read_state
+from dapo_core.config.training import CheckpointConfig
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.digests import file_digest
 from dapo_core.merge.dcp import DcpSource
@@ -36,12 +37,14 @@ from tests.checkpoints import (
     ShardsOf,
     end,
     files_below,
+    find_start,
     flip,
     make_model_folder,
     make_state,
     make_writer,
     names_in,
     replace_file,
+    verify,
 )
 from tests.plain import plain
 
@@ -132,7 +135,7 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str
 ) -> None:
     latest = folder / "step_000015"
-    verify_checkpoint(latest)
+    verify(latest)
     damage(latest)
     with pytest.raises(
         CheckpointError, match=rf"{message}.*on_damage=previous to continue.*copy the file again"
@@ -146,7 +149,7 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     writer = make_writer(folder, folder.parent / "model", ShardsOf(_save), keep_last=2)  # type: ignore[arg-type]
     writer.begin(make_state(15))
     writer.finish()
-    verify_checkpoint(folder / "step_000015")
+    verify(folder / "step_000015")
     assert aside.exists()
     end(writer)
     assert names_in(folder) == ["latest", "step_000015"]
@@ -183,6 +186,23 @@ def test_an_explicitly_named_checkpoint_is_not_replaced_by_another(
     assert len(names_in(folder)) == 4  # of another training, so nothing is set aside
 
 
+def test_damage_that_only_the_ranks_find_leads_to_the_checkpoint_before(
+    folder: Path, tmp_path: Path
+) -> None:
+    flip(SHARD)(folder / "step_000015")
+    require_complete(folder / "step_000015")
+    config, new = CheckpointConfig(), tmp_path / "new"
+    assert intact_start(None, folder, config, verify) is None
+    other = CheckpointConfig(resume=str(folder))
+    assert intact_start(folder / "step_000015", new, other, verify) == folder / "step_000010"
+    assert intact_start(folder / "step_000015", folder, config, verify) == folder / "step_000010"
+    assert len(names_in(folder)) == 4
+    flip(SHARD)(folder / "step_000010")
+    stop = CheckpointConfig(on_damage="stop")
+    with pytest.raises(CheckpointError, match=rf"step_000010/{SHARD} is damaged"):
+        intact_start(folder / "step_000010", folder, stop, verify)
+
+
 def test_without_an_intact_checkpoint_training_does_not_start_over(folder: Path) -> None:
     for step in (5, 10, 15):
         flip(SHARD)(folder / f"step_{step:06d}")
@@ -197,7 +217,7 @@ def test_manifests_have_the_training_id_and_list_every_file(written: Path) -> No
     training_ids = set()
     for step in (5, 10, 15):
         checkpoint = written / f"step_{step:06d}"
-        manifest = require_files(checkpoint, with_shards=False)
+        manifest = require_files(checkpoint)
         assert manifest is not None
         assert manifest.step == step
         assert {*files_below(checkpoint)} - {MANIFEST_FILE} == manifest.files.keys()
@@ -220,7 +240,7 @@ def test_a_malicious_pickle_does_not_run(
     ):
         replace_file(checkpoint, ".metadata", content)
         with pytest.raises(CheckpointError, match=message):
-            verify_checkpoint(checkpoint)
+            verify(checkpoint)
         with pytest.raises(CheckpointError, match=message):
             _Reader(str(checkpoint)).read_metadata()
     assert not (tmp_path / "harmed").exists()
@@ -232,7 +252,7 @@ def test_a_shard_outside_the_checkpoint_is_not_read(folder: Path) -> None:
         place.relative_path = f"../step_000010/{SHARD}"
     replace_file(folder / "step_000015", ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"it names \.\./step_000010/\S+, which is outside"):
-        verify_checkpoint(folder / "step_000015")
+        verify(folder / "step_000015")
 
 
 @pytest.mark.parametrize("is_compressed", [True, False])
@@ -264,7 +284,7 @@ def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
         CheckpointError,
         match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)",
     ):
-        verify_checkpoint(checkpoint)
+        verify(checkpoint)
 
 
 def test_the_store_reuses_the_ranks_digests_and_detects_damage_with_them(
@@ -298,7 +318,7 @@ def test_carried_groups_are_parsed_only_by_the_trainer(
     """They may be gigabytes, and their digests are verified anyway."""
     parsed = []
     monkeypatch.setattr(state, "_carried", lambda values: parsed.append(values) or _carried(values))
-    verify_checkpoint(folder / "step_000015")
+    verify(folder / "step_000015")
     assert parsed == []
     assert plain(read_state(folder / "step_000015")) == plain(make_state(15))
     assert len(parsed) == 1

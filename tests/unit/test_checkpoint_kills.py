@@ -16,11 +16,11 @@ import pytest
 
 from dapo_core.checkpoint import writer
 from dapo_core.checkpoint.folder import LATEST_FILE, checkpoint_folders, latest_checkpoint
-from dapo_core.checkpoint.resume import find_start
 from dapo_core.errors import CheckpointError
 from tests.checkpoints import (
     assert_complete,
     end,
+    find_start,
     make_model_folder,
     make_state,
     make_writer,

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint.resume import find_start, lock_checkpoints, require_resume
+from dapo_core.checkpoint.resume import lock_checkpoints, require_resume
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.training import train
 from tests.checkpoints import (
     assert_complete,
+    find_start,
     make_model_folder,
     make_state,
     make_writer,

@@ -133,14 +133,13 @@ def test_a_stopped_training_names_the_checkpoint_to_resume(
 
 
 @pytest.mark.parametrize("on_damage", ["stop", "previous"])
-def test_a_checkpoint_is_verified_before_ray_starts(
+def test_an_incomplete_checkpoint_is_found_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_damage: str
 ) -> None:
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     (model_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     write(make_writer(folder, model_path), make_state(5), make_state(10))
-    # copied from another step
-    (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")
+    (folder / "step_000010" / "__0_0.distcp").write_text("torn\n")
     monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), [], 0))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 
@@ -150,7 +149,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 
     monkeypatch.setattr("dapo_core.cluster.start.start_cluster", start_cluster)
     config = make_config(model_path, checkpoint={"on_damage": on_damage}, train={"total_steps": 40})
-    damaged = r"step_000010/__0_0\.distcp is damaged or from another checkpoint"
+    damaged = r"step_000010/__0_0\.distcp has 5 bytes instead of 21"
     with pytest.raises(
         (CheckpointError, ConfigError), match=damaged if on_damage == "stop" else "Ray starts"
     ):
