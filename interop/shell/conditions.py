@@ -12,7 +12,7 @@ from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from interop.shell.scope import Scope, marks_of
-from interop.shell.words import number, pieces, regex_of, scalar
+from interop.shell.words import EXTENDED, number, pieces, regex_of, scalar
 
 NESTED = ("unary_expression", "binary_expression", "parenthesized_expression")
 Verdict = bool | str
@@ -79,6 +79,8 @@ def _filled(source: str, scope: Scope) -> Verdict:
 def _equal(left: str, right: str, scope: Scope, is_double: bool) -> Verdict:
     """Compare two texts; between `[[` and `]]`, the right one is a pattern."""
     pattern = [piece for piece in pieces(right, scope) if piece.kind != "break"]
+    if is_double and any(EXTENDED.search(each.text) for each in pattern if each.kind != "quoted"):
+        return _asked(f"{left} == {right}", scope)
     a, b = scalar(left, scope), "".join(piece.text for piece in pattern)
     return marks_of(a + b) or (bool(re.fullmatch(regex_of(pattern), a)) if is_double else a == b)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from interop.shell.conditions import Verdict, judge, leaves, negated, verdict_of
 from interop.shell.scope import MARK, OUTPUT, Scope, ShellError, Unknown, Word, marks_of, shown
-from interop.shell.words import NOT_READ, fields, number, pieces, regex_of, scalar
+from interop.shell.words import EXTENDED, NOT_READ, fields, number, pieces, regex_of, scalar
 
 SUCCESS = "a command's success"
 MAX_DEPTH, MAX_ITERATIONS = 20, 1000
@@ -485,6 +485,8 @@ class Walk:
         if "*" not in sources:
             verdict = marks_of(value) or verdict
         said = f"{shown(value, self.scope.unknowns)} in {'|'.join(sources)}"
+        if any(map(EXTENDED.search, sources)):
+            verdict = verdict_of(self.scope.mark(said, NOT_READ))
         body = parts[bracket + 1 :]
         self.choose(verdict, said, lambda: self.block(body), lambda: self.case(value, items[1:]))
 

@@ -16,6 +16,7 @@ NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 BLANKS = re.compile(r"[ \t\n]+|[^ \t\n]+")
 PLAIN = re.compile(r"[^\\'\"$`]+")
 BRACE_LIST = re.compile(r"\{([^{}\s]*(?:,|\.\.)[^{}\s]*)\}")
+EXTENDED = re.compile(r"[?*+@!]\(")  # begins a part of a pattern that fnmatch does not know
 CHANGED = re.compile(  # a variable, and an operator that changes it
     r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&^|]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )

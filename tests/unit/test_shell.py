@@ -176,6 +176,8 @@ def words_of(text: str, **given: str) -> list[str]:
         ("N=1\n(( N += 2 ))\necho $N", ["echo", "$(( N += 2 ))"]),
         ("N=1\nlet N+=2\necho $N", ["echo", "${N}"]),
         ("A=a/b.sh\necho ${A##*/} ${A/b/c}", ["echo", "${A##*/}", "${A/b/c}"]),
+        ("[[ a == @(a|b) ]] && X=1\necho $X", ["echo", "[ a == @(a|b) ]"]),
+        ("case a in +(a)) X=1;; *) X=2;; esac\necho $X", ["echo", "a in +(a)"]),
         ("echo $'a' b", ["echo", "$'a'", "b"]),
         ("echo last \\\n", ["echo", "last"]),
     ],
