@@ -123,7 +123,8 @@ def _load(
     if config.train.takes_turns:
         policy.offload(OF_RANKS)
     for parts in engines:
-        place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
+        first = parts[-config.rollout.tensor_parallel]  # vLLM's rank 0: see rank_of_part
+        place = _meeting_point(folder, first, actors) if len(parts) > 1 else ""
         starting += _start_parts(parts, place, model_path, config)
     actors.get(starting)
     actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])

@@ -349,12 +349,12 @@ class TrainingConfig(Section):
                 "routing of vLLM is known in one pipeline stage and without drafts; set "
                 "routing_replay=policy, or rollout.engine=hf"
             )
-        if device == "npu" or (device != "cpu" and rollout.tensor_parallel > 1):
+        if device == "npu":
             raise ValueError(
-                f"algorithm.routing_replay=rollout with train.device={device} and "
-                f"rollout.tensor_parallel={rollout.tensor_parallel}: vLLM returns routed experts "
-                "to the first process of an engine, and vllm-ascend 0.23 not of every kind of "
-                "routing; set routing_replay=policy, or train on cuda with tensor_parallel=1"
+                "algorithm.routing_replay=rollout with train.device=npu: vllm-ascend 0.23 returns "
+                "the routing of some tokens only if experts are divided, and in a form that is "
+                "not read here; set routing_replay=policy, which keeps the policy's own routing "
+                "through a step's updates and goes well with loss=gspo"
             )
         return self
 

@@ -113,7 +113,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """A process's part of an engine; all parts meet at the address, on the last part's node."""
+    """A process's part of an engine; all meet at the address, on the node of vLLM's rank 0."""
 
     rank: int  # 0 belongs to the owner
     # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory

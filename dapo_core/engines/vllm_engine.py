@@ -33,6 +33,7 @@ from dapo_core.engines.vllm_routing import (
     RETURNED,
     RecordedRouting,
     ReturnedRouting,
+    leave_to_first_part,
     returns_routing,
 )
 from dapo_core.engines.vllm_warnings import hide_expected_warnings
@@ -106,6 +107,8 @@ class VllmEngine(Engine):
             device = str(self._engine.vllm_config.device_config.device_type)
             kind = ReturnedRouting if returns_routing(device) else RecordedRouting
             self._routing = kind(self._engine)
+            if kind is ReturnedRouting and part is not None and part.rank > 0:
+                leave_to_first_part(self._engine)
 
     def _queue(self, row: Row) -> None:
         request, settings, options = row.request, self.settings, dict[str, int]()
@@ -487,9 +490,15 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     if part is None:
         return LLMEngine.from_engine_args(arguments)
-    rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank
-    executor = _executor(part.address, rank)
+    width, num_stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+    executor = _executor(part.address, rank_of_part(part.rank, width, num_stages))
     return LLMEngine(arguments.create_engine_config(), executor, log_stats=False)
+
+
+def rank_of_part(number: int, tensor_parallel: int, pipeline_parallel: int) -> int:
+    """Return vLLM's rank of an engine's part; the first part is the first of the last stage."""
+    stages_behind, place = divmod(number, tensor_parallel)
+    return (pipeline_parallel - 1 - stages_behind) * tensor_parallel + place
 
 
 def _executor(address: str, rank: int) -> Any:

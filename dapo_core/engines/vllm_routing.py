@@ -67,6 +67,14 @@ class ReturnedRouting:
         """Nothing is kept here: vLLM forgets the routing of prompt blocks with the blocks."""
 
 
+def leave_to_first_part(engine: Any) -> None:
+    """Let a further part of an engine expect no routing: vLLM 0.32 returns it to the first alone.
+
+    Without this, its scheduler fails. There is no public way.
+    """
+    engine.engine_core.engine_core.scheduler.aux_output_connector = None
+
+
 def _routed_layers(model: Any) -> list[int]:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 

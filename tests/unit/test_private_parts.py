@@ -164,6 +164,30 @@ def test_vllm_still_returns_experts_by_layer_of_the_model() -> None:
 
 
 @pytest.mark.slow
+def test_vllm_still_returns_experts_to_the_first_part_alone() -> None:
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+
+    from dapo_core.engines.vllm_routing import leave_to_first_part
+
+    worker = inspect.getsource(AuxOutputWorkerConnector)
+    assert "if not get_tp_group().is_first_rank:\n            return" in worker
+    assert "if self._buffer is None or metadata is None:\n            return" in worker
+    assert "self.engine_core = EngineCore(" in inspect.getsource(InprocClient)
+    assert "self.scheduler: " in inspect.getsource(EngineCore)
+    source = inspect.getsource(Scheduler)
+    assert source.count("self.aux_output_connector = (") == 1
+    uses = source.count("self.aux_output_connector.")
+    assert source.count("self.aux_output_connector is not None") == uses
+    scheduler = SimpleNamespace(aux_output_connector="set")
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    leave_to_first_part(SimpleNamespace(engine_core=core))
+    assert scheduler.aux_output_connector is None
+
+
+@pytest.mark.slow
 def test_peft_still_switches_adapters_off_by_this_flag() -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dapo_core.engines.vllm_engine import rank_of_part
 from dapo_core.engines.vllm_routing import ReturnedRouting
 from dapo_core.model.routers import UNKNOWN_EXPERT, Experts
 
@@ -87,3 +88,9 @@ def test_an_aborted_request_keeps_its_routing_and_a_resumed_one_adds_to_it() -> 
     engine.step("a", 10, _rows(4, 5), is_last=False)
     engine.step("a", 11, _rows(5, 6), is_last=True)
     assert np.array_equal(record.read(7), _expected(7))
+
+
+def test_the_part_that_answers_is_the_one_to_which_vllm_returns_routing() -> None:
+    """The first of the tensor-parallel processes of the last stage, which samples."""
+    assert [rank_of_part(part, 4, 1) for part in range(4)] == [0, 1, 2, 3]
+    assert [rank_of_part(part, 2, 2) for part in range(4)] == [2, 3, 0, 1]
