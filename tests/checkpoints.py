@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dapo_core.checkpoint import resume
@@ -164,15 +166,12 @@ class Harmful:
 def make_model_folder(folder: Path) -> Path:
     """Make a model folder in which only file and tensor names are realistic."""
     (folder / "additional_chat_templates").mkdir(parents=True)
-    weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
+    weights = ("pytorch_model.bin", "tf_model.h5", "x.gguf")
     for name in (*MODEL_FILES, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
-    index = {
-        "weight_map": {
-            "model.norm.weight": "model.safetensors",
-            "lm_head.weight": "model.safetensors",
-        }
-    }
+    tensors = {name: torch.zeros(1) for name in ("model.norm.weight", "lm_head.weight")}
+    save_file(tensors, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
