@@ -110,7 +110,8 @@ def num_devices(config: ForeignConfig) -> int:
 def devices(value: Any, config: ForeignConfig) -> Outcome:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tensor, pipeline = (int(config[f"{ROLLOUT}.{name}"] or 1) for name in names)
-    return shared_devices(num_devices(config), tensor * pipeline)
+    cluster = {"train__ray_address": "auto"} if int(config["trainer.nnodes"]) > 1 else {}
+    return shared_devices(num_devices(config), tensor * pipeline, **cluster)
 
 
 def shared_devices(num: int, per_engine: int, **others: str) -> Outcome:

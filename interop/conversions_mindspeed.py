@@ -12,6 +12,7 @@ __all__ = ["as_list", "at_least_0"]
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
 _ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
+NODE_DEVICES = 16  # at most on a node
 NO_REFERENCE = "MindSpeed's DAPO has no reference"
 _TRACKERS = ("tensorboard", "wandb", "swanlab")
 
@@ -154,7 +155,8 @@ def ms_devices(value: Any, config: ForeignConfig) -> Outcome:
     tensor, pipeline = (
         int(config[f"{GENERATE}.infer_{kind}_parallel_size"]) for kind in ("tensor", "pipeline")
     )
-    return shared_devices(int(value), tensor * pipeline, train__device="npu")
+    cluster = {"train__ray_address": "auto"} if int(value) > NODE_DEVICES else {}
+    return shared_devices(int(value), tensor * pipeline, train__device="npu", **cluster)
 
 
 def ms_trackers(value: Any, config: ForeignConfig) -> list[str]:

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from dapo_core.config.fields import known_fields
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, ModelError
 from dapo_core.machine.device import accelerators, device_for
 from dapo_core.memory.devices import GIB
+from dapo_core.memory.shape import shape_of
 from dapo_core.reward.routing import routes
 from eval.problems.recognition import scorer_of
 from eval.problems.registry import OWN
@@ -26,9 +27,11 @@ from tasks.config.serve import ServeConfig
 from tasks.data.sources import ARITHMETIC
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
+from tasks.preflight.memory import device_limit, model_config, summary
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_item, longest_problems
 from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
+from tasks.recipes.layout import ON_HOST, fitting_layout, layouts, merged
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +86,12 @@ def first_recipe(
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths, num_problems)
     tree["train"]["learning_rate"] = learning_rate(facts.parameters or named_size(model))
+    memory = ""
+    if machine.kind != "cpu":
+        tree, memory = _laid_out(tree, machine)
     if unknown:
         tree["reward"]["scorers"] = [f"{source}={scorer}" for source, scorer in unknown.items()]
-    return render(tree, machine, facts, bounds)
+    return render(tree, machine, facts, bounds, memory)
 
 
 def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
@@ -180,32 +186,24 @@ def sized(
     known: a step has at most all of them, and the training about MAX_PASSES over them.
     """
     is_cpu = machine.kind == "cpu"
-    num_ranks = 1 if is_cpu else max(machine.num_devices // 2, 1)
-    workers = 1 if is_cpu else max(machine.num_devices - num_ranks, 1)
     prompts, mini, steps = (8, 8, 30) if is_cpu else (64, 16, 100)
     while num_problems and prompts > num_problems:
         prompts //= 2
     mini = min(mini, prompts)
     if num_problems:
         steps = min(steps, max(MAX_PASSES * num_problems // prompts, 10))
-    rollout: dict[str, Any] = {"num_workers": workers, "group_size": 8 if is_cpu else 16}
+    rollout: dict[str, Any] = {"group_size": 8 if is_cpu else 16}
     rollout["temperature"] = 1.0
     rollout["max_response_tokens"] = lengths.response
-    serve: dict[str, Any] = {
-        "max_model_len": lengths.served,
-        "data_parallel": 1 if is_cpu else machine.num_devices,
-    }
+    serve: dict[str, Any] = {"max_model_len": lengths.served}
     train: dict[str, Any] = {
         "device": machine.kind,
-        "num_ranks": num_ranks,
         "total_steps": steps,
         "train_prompts": prompts,
         "mini_prompts": mini,
         "micro_batch_tokens": lengths.micro_batch,
         "warmup_steps": max(steps * (prompts // mini) // 10, 1),
     }
-    if not is_cpu and machine.num_devices == 1:
-        train["placement"] = "colocated"
     if is_cpu:
         rollout["max_num_seqs"] = 64
         rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response)
@@ -218,9 +216,35 @@ def sized(
         "serve": serve,
         "evaluate": {
             "max_response_tokens": lengths.answer,
-            "concurrency": ServeConfig().max_num_seqs * serve["data_parallel"],
+            "concurrency": ServeConfig().max_num_seqs,
         },
     }
+
+
+def _laid_out(tree: dict[str, Any], machine: Machine) -> tuple[dict[str, Any], str]:
+    """Return the recipe with the machine's devices laid out, and a sentence on their memory.
+
+    Raises ConfigError if the model does not fit in any layout.
+    """
+    number, config = machine.num_devices, ChainConfig.model_validate(tree)
+    limit = device_limit(config)
+    try:
+        shape = shape_of(model_config(config.model))
+    except (ConfigError, ModelError) as error:  # a model that has to be fetched first, or unknown
+        logger.warning("the layout is not checked against the memory plan: %s", error)
+        first = next(layouts(number, number, None, tree["train"]["micro_batch_tokens"]))
+        tree = merged(tree, {**first, "serve": {"data_parallel": number}})
+        memory = "No memory plan yet: dapo plan CONFIG --memory, once the model is fetched."
+    else:
+        tree, plan, _ = fitting_layout(tree, number, shape, limit)
+        memory = (
+            f"Memory plan: {summary(plan)}; at most {plan.host_bytes / GIB:.0f} GiB of host memory."
+        )
+    if tree["train"].get(ON_HOST):  # the optimizer runs on the CPU
+        cores = max(machine.num_cores // tree["train"]["num_ranks"], 1)
+        tree = merged(tree, {"train": {"threads_per_rank": cores}})
+    requests = ServeConfig().max_num_seqs * tree["serve"]["data_parallel"]
+    return merged(tree, {"evaluate": {"concurrency": requests}}), memory
 
 
 def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
@@ -230,7 +254,9 @@ def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
     return max(math.ceil(10 * min(needed, limit)) / 10, 0.2)
 
 
-def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bounds) -> str:
+def render(
+    tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bounds, memory: str
+) -> str:
     """The recipe as YAML with a comment per section."""
     is_cpu = machine.kind == "cpu"
     devices = (
@@ -259,12 +285,14 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         "sampler": "Prompts in flight at once; groups all right or all wrong are drawn again.",
         "train": "Steps first: enough to see something; published trainings take hundreds.\n"
         "# Learning rate: the DAPO paper's is 1e-6 for 32B; small models learn at 1e-5 to 3e-5.",
+        "checkpoint": "An asynchronous copy would take more host memory.",
         "serve": "vLLM servers of the evaluation before and after.",
         "evaluate": "Answers are greedy and as long as in training. Requests beyond "
         "serve.max_num_seqs would wait.",
     }
     lines = [
         f"# Written by dapo init for {devices}, {model}{positions}.",
+        *([f"# {memory}"] if memory else []),
         "# Every other key has its default: dapo config explain KEY. "
         "Next: dapo plan, then dapo run.",
     ]

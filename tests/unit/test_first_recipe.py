@@ -13,10 +13,13 @@ import pytest
 import yaml
 
 from dapo_core.errors import ConfigError, DataError
+from dapo_core.machine import device
+from dapo_core.memory.devices import GIB, find_device
 from eval.problems import ProblemsError
 from flows.config import Config, load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.preflight.finding import OK, WARN, PreflightError
+from tasks.preflight.finding import OK, WARN, Findings, PreflightError
+from tasks.preflight.memory import check_memory
 from tasks.preflight.run import examine
 from tasks.recipes.first_data import data_set, parse_columns
 from tasks.recipes.first_recipe import Machine, first_recipe, learning_rate, model_keys, named_size
@@ -122,6 +125,39 @@ def test_devices_are_split_between_ranks_and_engines(
         devices,
     )
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
+
+
+def test_the_layout_is_the_first_that_fits_the_devices(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = find_device("Atlas 800T A3").num_bytes
+    monkeypatch.setattr(device.Npu, "memory_bytes", lambda self: die)
+    monkeypatch.setattr(device.Cpu, "memory_bytes", lambda self: 1500 * GIB)
+    a3 = Machine("npu", 16, 64)
+
+    def laid_out(size: str) -> Config:
+        config = written(size, model=model_keys(f"Qwen/Qwen3-{size}"), machine=a3)
+        check_memory(config, None, findings := Findings())
+        assert [finding.status for finding in findings] == [OK]
+        return config
+
+    small = laid_out("8B")
+    assert (small.train.placement, small.train.num_ranks, small.rollout.num_workers) == (
+        "separate",
+        8,
+        8,
+    )
+    # 16 B x 32.8e9 = 488 GiB of state, which eight dies do not hold; engines of two dies have
+    # room for few sequences beside 30.5 GiB of weights.
+    large = laid_out("32B")
+    assert (large.train.placement, large.train.num_ranks) == ("colocated", 16)
+    assert (large.rollout.num_workers, large.rollout.tensor_parallel) == (4, 4)
+    assert (large.serve.tensor_parallel, large.serve.data_parallel) == (2, 8)
+    assert laid_out("30B-A3B").train.expert_parallel == 16
+    with pytest.raises(
+        ConfigError, match=r"16 devices of 61\.3 GiB.* host memory would hold .*128 devices on 8 "
+    ):
+        laid_out("235B-A22B")
 
 
 def test_hub_ids_and_registered_names_are_accepted(folder: Path) -> None:

@@ -76,6 +76,9 @@ def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
             for part in key.split("."):
                 found = found[part]
             assert found == value or [found] == value or "~" in str(value), key
+    is_cluster = name == "qwen3_32b"  # four nodes
+    assert settings.train.ray_address == ("auto" if is_cluster else None)
+    assert settings.serve.tensor_parallel == settings.rollout.tensor_parallel
     counts = re.search(r"(\d+) keys: (.*)", result.output)
     assert counts is not None
     assert int(counts[1]) == len(account.entries) == sum(map(int, re.findall(r"(\d+) ", counts[2])))

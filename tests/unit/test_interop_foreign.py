@@ -40,7 +40,7 @@ def refused(*sets: str) -> list[str]:
         ),
         (
             "trainer.n_gpus_per_node=16",
-            "here train.num_ranks, rollout.num_workers, train.placement: Devices per node",
+            "here train.num_ranks, rollout.num_workers, train.placement, train.ray_address: Device",
         ),
         ("trainer.critic_warmup=0", "verl's; not needed here: DAPO has no critic."),
         ("rl_config.n_samples_per_prompt=16", "MindSpeed-RL's; here rollout.group_size=16"),

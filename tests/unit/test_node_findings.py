@@ -173,12 +173,28 @@ def test_the_memory_plan_is_made_for_the_devices_found() -> None:
 
     def planned(*overrides: str) -> Finding:
         check_memory(load_config(Path(path), overrides), None, findings := Findings(), small)
-        return only(findings)
+        return findings[-1]
 
     found = planned("train.device_model=null")
     assert found.status == FAIL
     assert "but has 12.0" in found.found
     assert planned().status == OK  # as the recipe names its device
+
+
+def test_a_server_that_cannot_hold_the_model_is_refused_with_the_key_that_splits_it() -> None:
+    def checked(*overrides: str) -> Finding:
+        config = load_config(Path("configs/dapo_qwen3_32b_math.yaml"), overrides)
+        check_memory(config, None, findings := Findings())
+        return findings[0]
+
+    found = checked("serve.tensor_parallel=1")  # 65.5 GB in bfloat16
+    assert found.status == FAIL
+    assert "serve.tensor_parallel=1 puts 61.0 GiB of weights on a device" in found.found
+    assert "set serve.tensor_parallel=2" in found.advice
+    assert (
+        checked("serve.tensor_parallel=1", "serve.extra_args=[--quantization=fp8]").status == WARN
+    )
+    assert "train.device_model" in checked("train.device_model=null").advice  # not known here
 
 
 def links_of(*ports: list[dict[str, str | None]]) -> Findings:

@@ -19,7 +19,8 @@ from downloads import Unreachable
 from eval.problems.registry import SETS
 from flows.config import Config, load_config, resolve_config
 from flows.tables import print_derived
-from tasks.preflight.memory import plan_of, summary
+from tasks.preflight.finding import OK, Findings
+from tasks.preflight.memory import check_memory, plan_of, summary
 from tasks.recipes.first_recipe import ALWAYS
 from tasks.runs.plan import plan_chain
 from tests.tiny_models import build_tiny
@@ -82,6 +83,8 @@ def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(
     config = load_config(path, overrides)
     plan = plan_of(config)
     assert plan.limit.num_bytes is not None
+    check_memory(config, None, findings := Findings())
+    assert {finding.status for finding in findings} <= {OK}
     assert plan.shortages == []
     assert plan.engine.num_sequences
     header = " ".join(
