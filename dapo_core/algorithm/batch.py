@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dapo_core.draw.groups import Group, Rollout
+from dapo_core.memory.engine import PROBE_TOKENS
 from dapo_core.model.inputs import ImageReference
 from dapo_core.model.routers import Experts, unknown
 
@@ -109,10 +110,11 @@ class Batch:
         """One row, with pictures if any row has some, for the policy's own routing.
 
         A response of several tokens loses the last: vLLM scores a sequence only if it could sample
-        one more.
+        one more. A longer sequence ends after PROBE_TOKENS, whose logits vLLM holds at once.
         """
         pictured = [row for row, images in enumerate(self.images or ()) if images]
         num_scored = self.response_lengths - (self.response_lengths > 1).long()
+        num_scored = num_scored.minimum((PROBE_TOKENS - self.prompt_lengths).clamp(min=1))
         shorter = replace(self, response_lengths=num_scored, routing=None)
         return shorter.select([*pictured, 0][:1])
 

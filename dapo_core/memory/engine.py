@@ -17,6 +17,8 @@ STEP_TOKENS = 2048
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
 # of the largest picture that published processors allow, with which vLLM profiles an accelerator
 IMAGE_TOKENS = 16_384
+# Of the sequence whose log-probs verify a sync: its prompt, and its response up to this length.
+PROBE_TOKENS = 2048
 PROBE_BYTES = 8  # per logit for prompt log-probs: float32 logits and their log-softmax
 LOGIT_BYTES = 12  # per logit when decoding: float32 logits, their log-softmax, and one temporary
 GRAPH_BYTES = GIB  # assumed for captured graphs
@@ -78,7 +80,8 @@ def engine_memory(
     reload = 0 if adapters or not is_vllm else shape.largest_module * (1 + parts) // parts * item
     weights = (shape.engine_parameters(parts, stages) + adapters) * item
     graphs = GRAPH_BYTES if has_graphs else 0
-    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
+    probed = min(step_tokens, longest, max(PROBE_TOKENS, config.data.max_prompt_tokens + 1))
+    probe = probed * shape.vocabulary * PROBE_BYTES if is_vllm else 0
     if not is_vllm:
         waiting = -(-config.sampler.gen_prompts * rollout.group_size // rollout.num_workers)
         cache: int | None = min(rollout.max_num_seqs, waiting) * longest * token_bytes

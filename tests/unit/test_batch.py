@@ -234,6 +234,8 @@ def test_pictures_stay_with_their_rows_and_the_probe_shows_one() -> None:
     assert batch.probe.token_ids.tolist() == batch.select([2]).token_ids[:, :-1].tolist()
     one_token = build_batch([make_group([1.0], num_response_tokens=1)], mask_truncated=False)
     assert one_token.probe.response_lengths.tolist() == [1]
+    long = build_batch([make_group([1.0], num_response_tokens=3000)], mask_truncated=False)
+    assert long.probe.lengths.tolist() == [2048]  # vLLM holds the logits of all its tokens
     shares, _ = split_batch(batch, num_data_ranks=2, max_tokens=100)
     held = [len(images) for share in shares for images in share.batch.images or ()]
     assert sorted(held) == [0, 0, 1, 1]

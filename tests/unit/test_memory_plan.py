@@ -132,6 +132,14 @@ def test_a_frozen_tower_has_no_gradients_no_moments_and_keeps_no_activations() -
     assert trained.update_activations - frozen.update_activations == kept
 
 
+def test_a_step_of_many_prompt_tokens_scores_no_longer_probe() -> None:
+    """The guide's script of Qwen3-32B has max_num_batched_tokens=22528, which took 25.5 GiB."""
+    config = recipe("dapo_qwen3_32b_math", "rollout.engine_args={max_num_batched_tokens: 22528}")
+    plan = plan_of(config)
+    assert plan.engine.probe == 2049 * 151_936 * 8
+    assert plan.shortages == []
+
+
 def test_published_models_have_the_right_sizes() -> None:
     billions = {name: shape_of(config).num_parameters / 1e9 for name, config in PUBLISHED.items()}
     known = {"Qwen3-0.6B": 0.60, "Qwen3-8B": 8.19, "Qwen3-30B-A3B": 30.53, "Qwen2.5-32B": 32.76}
