@@ -65,7 +65,12 @@ class ServeConfig(Section):
     )
     host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
     port: int = volatile(0, "Port to bind; 0 picks a free one.", ge=0, le=65_535)
-    startup_seconds: float = volatile(900.0, "Time limit for the server to become healthy.", gt=0)
+    startup_seconds: float | None = volatile(
+        None,
+        "Time limit for the server to become healthy; unset: 900 s, and a second for each 200 MB "
+        "of weights.",
+        gt=0,
+    )
     extra_args: tuple[str, ...] = key((), "More arguments of `vllm serve`.")
 
     @property

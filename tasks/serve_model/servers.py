@@ -16,7 +16,7 @@ from typing import NoReturn
 import httpx
 
 from dapo_core.machine.environment import SOCKETS_VARIABLE
-from dapo_core.model.folder import read_config
+from dapo_core.model.folder import read_config, weight_paths
 from dapo_core.model.lora import full_model
 from eval import EvaluationError
 from eval.endpoint import Endpoint
@@ -43,6 +43,8 @@ POLL_SECONDS = 0.25
 REQUEST_SECONDS = 30.0
 TAIL_LINES = 20
 CAUSE_LINES = 2000
+# The default of serve.startup_seconds, for weights read from a shared file system.
+STARTUP_SECONDS, STARTUP_BYTES = 900.0, 200e6  # at least, and per second
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,13 @@ def serve_model(
 
     A server is healthy once it lists the model and has completed one token. Raises ModelError
     before starting if the folder cannot be served. Raises ServeError, quoting the server's output,
-    if there is no free port, or the server ends or is not healthy within serve.startup_seconds;
+    if there is no free port, or the server ends or is not healthy within `startup_limit`;
     ServerDied if it was killed, or an evaluation in the block failed because it ended.
     """
     require_servable(model_path, settings, os.environ)
     settings = on_this_device(settings, read_config(full_model(model_path)), num_pictures)
-    deadline = time.monotonic() + settings.startup_seconds
+    seconds, limit = startup_limit(model_path, settings)
+    deadline = time.monotonic() + seconds
     api_key = secrets.token_urlsafe(24)
     add_secret(api_key)
     port, place = choose_port(settings), serve_environment(settings, os.environ)
@@ -93,7 +96,7 @@ def serve_model(
     ) as process:
         server = Server(base_url(settings.host, port), name, api_key, line, process)
         with heartbeat(lambda: _last_line(process)):
-            _await_health(server, process, deadline, settings)
+            _await_health(server, process, deadline, limit)
         try:
             yield server
         except EvaluationError as error:
@@ -142,9 +145,16 @@ def _failure(
     return failure_of(process.failure(), process.tail(CAUSE_LINES), meaning, kind)
 
 
-def _await_health(
-    server: Server, process: SupervisedProcess, deadline: float, settings: ServeConfig
-) -> None:
+def startup_limit(model_path: str | Path, settings: ServeConfig) -> tuple[float, str]:
+    """Return the seconds that a server has to become healthy, and where they come from."""
+    if settings.startup_seconds is not None:
+        return settings.startup_seconds, f"serve.startup_seconds={settings.startup_seconds:g}"
+    num_bytes = sum(path.stat().st_size for path in weight_paths(full_model(model_path)))
+    seconds = STARTUP_SECONDS + num_bytes / STARTUP_BYTES
+    return seconds, f"{seconds:.0f} s, for {num_bytes / 1e9:.1f} GB of weights"
+
+
+def _await_health(server: Server, process: SupervisedProcess, deadline: float, limit: str) -> None:
     """Return once the server is healthy. Raises ServeError if it ends first, or at the deadline."""
     is_over = threading.Event()
     is_healthy = _watch_health(server, is_over)
@@ -156,8 +166,8 @@ def _await_health(
             if time.monotonic() >= deadline:
                 tail = "\n".join([f"{process.log_path}:", *process.tail(TAIL_LINES)])
                 raise ServeError(
-                    "vllm serve is not healthy after serve.startup_seconds="
-                    f"{settings.startup_seconds:g}; raise it, or see its last lines, from {tail}"
+                    f"vllm serve is not healthy after {limit}; raise serve.startup_seconds, or "
+                    f"see its last lines, from {tail}"
                 )
             time.sleep(POLL_SECONDS)
     finally:

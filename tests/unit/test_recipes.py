@@ -161,6 +161,7 @@ def test_derived_numbers_are_as_computed_by_hand(name: str) -> None:
         ("dapo_qwen3_32b_math", 64, 22_528, 400),
         ("gspo_qwen3_30b_a3b_math", 16, 22_528, 400),
         ("gspo_qwen3_235b_a22b_math", 128, 22_528, 400),
+        ("gspo_qwen3_235b_a22b_a3", 128, 22_528, 400),
         ("qwen3_vl_30b_geo3k", 16, 3_072, 400),
         ("qwen2_5_vl_7b_geo3k", 8, 3_072, 1000),
         ("dapo_qwen3_0_6b_gsm8k", 2, 2_560, 400),
@@ -192,6 +193,18 @@ def test_a_header_names_what_to_set_for_two_nodes_of_eight_dies() -> None:
     of_a_node = config.train.expert_parallel, config.rollout.tensor_parallel
     assert {*of_a_node, config.serve.num_devices} == {num_dies}
     assert plan_of(config).shortages == []
+
+
+def test_a_header_names_what_to_set_for_half_of_the_nodes_and_their_host_memory() -> None:
+    name = "gspo_qwen3_235b_a22b_a3"
+    header = (CONFIGS / f"{name}.yaml").read_text().replace("\n# ", " ")
+    settings = re.findall(r"--set (\S*\w)", header)
+    assert f"up to {plan_of(load(name)).host_bytes / 8 / GIB:.0f} GiB of a node" in header
+    half = plan_of(load(name, *settings))
+    assert (half.shortages, half.loads[0].num_devices) == ([], 64)
+    assert f"with {half.host_bytes / 4 / GIB:,.0f} GiB of each node" in header
+    on_devices = plan_of(load(name, *settings[:2])).loads[0].peak_bytes
+    assert f"Four nodes need {on_devices / GIB:.1f} GiB" in header
 
 
 def test_sharding_within_nodes_replicates_weights() -> None:

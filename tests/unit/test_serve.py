@@ -27,6 +27,7 @@ from tasks.serve_model.command import (
     vllm_device,
 )
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
+from tasks.serve_model.servers import startup_limit
 from tests.tiny_models import build_adapter, build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -52,6 +53,15 @@ def test_where_a_model_is_served_does_not_change_the_key() -> None:
     places = ServeConfig(tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
     assert result_values(places) == result_values(ServeConfig())
     assert places.num_devices == 6  # 2 x 3
+
+
+def test_a_server_gets_time_to_read_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 470 * 10**9)
+    # 900 + 470e9 / 200e6
+    assert startup_limit(tmp_path, ServeConfig()) == (3250, "3250 s, for 470.0 GB of weights")
+    assert startup_limit(tmp_path, ServeConfig(startup_seconds=5))[0] == 5
 
 
 def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
