@@ -201,6 +201,7 @@ TRAIN_POLICY = Stage(
         "algorithm",
         "reward",
         "custom_reward.name",
+        "custom_reward.arguments",
         "sampler",
         "rollout",
         "train",

@@ -17,6 +17,16 @@ takes what verl trained.
 
 `a.` stands for `actor_rollout_ref.actor.`, `r.` for `actor_rollout_ref.rollout.`, `f.` for
 `actor_rollout_ref.ref.`, `m.` for `actor_rollout_ref.model.`; `x.*` means every key below `x`.
+
+## Not here
+
+- Multi-turn rollouts, agent loops and tools: a rollout is one response to one prompt. Train with
+  verl, then `dapo adopt FOLDER CONFIG` merges, evaluates and reports.
+- Reward models: a reward is a rule or a function. Serve the model or judge with `vllm serve`, and
+  call it from the function in `custom_reward.path`, whose `custom_reward.arguments` hold its URL
+  ([training.md](training.md#reward-and-custom_reward)).
+- Critics (PPO with GAE): `algorithm.advantage` has estimators without one.
+- SGLang and Megatron: engines are vLLM, ranks are FSDP2 with expert and sequence parallelism.
 """
 _SHORT = {
     f"actor_rollout_ref.{section}.": f"{letter}."

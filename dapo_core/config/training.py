@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo_core.config.compat import Compat
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.config.train import LoraConfig, TrainConfig
@@ -78,6 +78,11 @@ class CustomRewardConfig(Section):
     name: str = key(
         "compute_score",
         "Function in the file, sync or async. Returns a float, or a dict with `score`.",
+    )
+    arguments: JsonObject = key(
+        {},
+        "More keyword arguments of the function, such as {url: http://judge:8000/v1}. They are "
+        "recorded; secrets belong in environment variables.",
     )
 
 
@@ -238,11 +243,12 @@ class TrainingConfig(Section):
                 f"reward.scorers={list(self.reward.scorers)} would be ignored, because "
                 f"custom_reward.path={custom.path} scores every response; remove one of the two"
             )
-        if custom.path is None and custom.name != "compute_score":
-            raise ValueError(
-                f"custom_reward.name={custom.name} would be ignored without custom_reward.path; "
-                "set the path, or remove the name"
-            )
+        for name, default in (("name", "compute_score"), ("arguments", {})):
+            if custom.path is None and (value := getattr(custom, name)) != default:
+                raise ValueError(
+                    f"custom_reward.{name}={value} would be ignored without custom_reward.path; "
+                    f"set the path, or remove {name}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -7,14 +7,19 @@ import asyncio
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError
 from dapo_core.reward.scorers import SCORERS, Score
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import CustomRewardConfig
 
 MAX_ANSWER_CHARACTERS = 300
 MAX_NUMBER = 1e30  # larger rewards have no advantages in float32
@@ -81,13 +86,15 @@ def _require_parameters(
         )
 
 
-def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:
-    """Return the function that a scoring process runs.
+def load_scorer(
+    path: str | None = None, name: str = "", more: str = "{}"
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the function that a scoring process runs; `more` are JSON arguments of the user's.
 
     It takes a scorer's name (None for the user's function) and PARAMETERS, and returns the fields
     of a Score. Exceptions of the scorer propagate.
     """
-    function = None if path is None else load_function(path, name)
+    function = None if path is None else partial(load_function(path, name), **json.loads(more))
     runner = asyncio.Runner()
 
     def score(scorer: str | None, *arguments: Any) -> tuple[Any, ...]:
@@ -100,6 +107,11 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
         return result.value, result.verdict, answer, result.acc
 
     return score
+
+
+def scorer_arguments(custom: CustomRewardConfig) -> tuple[str, ...]:
+    """Return the arguments with which a scoring process calls `load_scorer`."""
+    return () if custom.path is None else (custom.path, custom.name, json.dumps(custom.arguments))
 
 
 def load_function(path: str, name: str, key: str = "custom_reward.path") -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dapo_core.config.compat import OURS, Compat
 from dapo_core.errors import RewardError, RolloutError
+from dapo_core.reward.custom import scorer_arguments
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score
 from dapo_core.reward.tail import TailDecoder
@@ -83,7 +84,7 @@ class RewardPool:
         self._replies: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._processes = Pool(
             "dapo_core.reward.custom:load_scorer",
-            () if custom.path is None else (custom.path, custom.name),
+            scorer_arguments(custom),
             num_processes=reward.num_processes,
             timeout_seconds=reward.timeout_seconds,
         )

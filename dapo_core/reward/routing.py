@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import ConfigError, DataError
-from dapo_core.reward.custom import require_function
+from dapo_core.reward.custom import PARAMETERS, require_function
 from dapo_core.reward.scorers import DATA_SOURCES, REPLACED, SCORERS, scorer_hint
 from eval.problems.registry import SETS
 
@@ -61,7 +61,13 @@ def require_scorers(
     """
     table = routes(reward.scorers)
     if custom.path is not None:
-        require_function(Path(custom.path), custom.name)
+        if taken := custom.arguments.keys() & set(PARAMETERS):
+            raise ConfigError(
+                f"custom_reward.arguments.{min(taken)} would be ignored: every call sets it to the "
+                "response's own; remove it"
+            )
+        parameters = (*PARAMETERS, *custom.arguments)
+        require_function(Path(custom.path), custom.name, parameters=parameters)
         return
     for data_source in sorted(data_sources):
         scorer_name(data_source, table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_core.reward.custom import scorer_arguments
 from dapo_core.reward.routing import routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score
 from eval.answers.pool import Pool
@@ -19,9 +20,11 @@ class Scoring:
         self.is_custom = custom.path is not None
         self._table = routes(config.reward.scorers)
         self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
-        arguments = (str(custom.path), custom.name) if self.is_custom else ()
-        seconds = config.reward.timeout_seconds
-        self._pool = Pool("dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=seconds)
+        self._pool = Pool(
+            "dapo_core.reward.custom:load_scorer",
+            scorer_arguments(custom),
+            timeout_seconds=config.reward.timeout_seconds,
+        )
 
     def close(self) -> None:
         """Kill the process."""

@@ -10,7 +10,14 @@ import pytest
 
 from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError
-from dapo_core.reward.custom import PARAMETERS, call_function, load_function, to_score
+from dapo_core.reward.custom import (
+    PARAMETERS,
+    call_function,
+    load_function,
+    load_scorer,
+    scorer_arguments,
+    to_score,
+)
 from dapo_core.reward.routing import require_scorers
 from dapo_core.reward.scorers import Score
 
@@ -68,6 +75,22 @@ def test_sync_and_async_functions_are_called_with_keyword_arguments(
         arguments = ("math_dapo", "Answer: 3", "3", {"index": 7})
         score = call_function(load_function(str(path), "judge"), runner, arguments)
     assert score == Score(7.0, "right", "math_dapo|Answer: 3|3", 7.0)
+
+
+def test_arguments_of_the_recipe_reach_the_function(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(solution_str, *, url, scale=1, **others): return scale\n")
+
+    def scored(**arguments: Any) -> tuple[Any, ...]:
+        custom = CustomRewardConfig(path=str(path), arguments=arguments)
+        require_scorers((), RewardConfig(), custom)
+        return load_scorer(*scorer_arguments(custom))(None, "s", "34", "34", {})
+
+    assert scored(url="http://judge", scale=0.25) == (0.25, "wrong", None, 0.25)
+    with pytest.raises(ConfigError, match="cannot be called as"):
+        scored(scale=2)
+    with pytest.raises(ConfigError, match=r"arguments\.solution_str would be ignored"):
+        scored(url="", solution_str="")
 
 
 def test_a_file_changed_within_a_second_is_reloaded(tmp_path: Path) -> None:
