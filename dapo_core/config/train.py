@@ -105,7 +105,7 @@ class TrainConfig(Section):
     offload_activations: bool = volatile(
         False, "Keep checkpointed layer inputs in host memory until the backward pass."
     )
-    fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
+    fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary", "experts"], ...] = key(
         ("auto",), "Layer operations with a fused kernel; auto: all of the device (NPU); []: none."
     )
     compile: bool = key(False, "Apply torch.compile to each layer; a CPU needs a compiler.")

@@ -271,17 +271,17 @@ class Npu(Accelerator):
         return super().visible(environment)
 
     def fused_kernels(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        import torch
-
         torch_npu = _import_torch_npu()
-
-        def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            return torch_npu.npu_swiglu(torch.cat([gate, up], dim=-1), dim=-1)
 
         def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
             return torch_npu.npu_rms_norm(states, weight, epsilon=epsilon)[0]
 
-        return {"rms_norm": rms_norm, "swiglu": swiglu, "rotary": torch_npu.npu_rotary_mul}
+        return {
+            "rms_norm": rms_norm,
+            "swiglu": torch_npu.npu_swiglu,  # halves the last dimension, as asked
+            "rotary": torch_npu.npu_rotary_mul,
+            "experts": _experts_kernel(torch_npu),
+        }
 
     def profiler(self) -> Any:
         torch_npu = _import_torch_npu()
@@ -401,3 +401,37 @@ def _import_torch_npu() -> Any:
             f"train.device=npu, but torch_npu cannot be imported: {error}; install "
             "requirements/npu and source CANN's set_env.sh, or set train.device=cpu"
         ) from None
+
+
+def _experts_kernel(torch_npu: Any) -> Callable[..., torch.Tensor]:
+    """Return npu_grouped_matmul for policy/experts.py, with gradients, which it lacks."""
+    import torch
+
+    def multiply(
+        left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, group_type: int = 0
+    ) -> torch.Tensor:
+        """Multiply groups of rows of `left`; with group_type 2, of its columns."""
+        results: list[torch.Tensor] = torch_npu.npu_grouped_matmul(
+            [left], [right], group_list=ends, split_item=3, group_type=group_type
+        )
+        return results[0]
+
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            context: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+        ) -> torch.Tensor:
+            context.save_for_backward(rows, weight, ends)
+            return multiply(rows, weight.transpose(1, 2), ends)
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            rows, weight, ends = context.saved_tensors
+            gradient = gradients[0].contiguous()
+            return multiply(gradient, weight, ends), multiply(gradient.T, rows, ends, 2), None
+
+    def fused(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = Multiply.apply(rows.to(weight.dtype), weight, ends.long())
+        return product
+
+    return fused

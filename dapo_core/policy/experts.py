@@ -18,12 +18,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def multiply_experts(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [S, in], sorted by expert, by their experts' weights [E, out, in].
+
+    ends: where each expert's rows end, [E] int32.
+    """
+    from transformers.integrations.moe import _grouped_linear  # private: test_private_parts.py
+
+    product: torch.Tensor = _grouped_linear(rows, weight, ends)
+    return product
+
+
 def install_experts(causal_lm: Any) -> None:
     """Replace transformers' forward of all experts, which holds twice as many rows of tokens."""
-    for experts in expert_modules(causal_lm):
-        if is_gated(experts):
-            experts.ranks = None
-            experts.forward = partial(run_experts, experts)
+    for experts in gated_experts(causal_lm):
+        experts.ranks, experts.multiply = None, multiply_experts
+        experts.forward = partial(run_experts, experts)
+
+
+def gated_experts(causal_lm: Any) -> list[Any]:
+    """Return the modules of experts that the policy computes itself."""
+    return [experts for experts in expert_modules(causal_lm) if is_gated(experts)]
 
 
 def split_experts(causal_lm: Any, mesh: DeviceMesh) -> list[Any]:
@@ -49,37 +64,47 @@ def run_experts(
     index, weights: a token's experts and their weights, [N, k]. Collective over these ranks. Rows
     take k times the memory of the tokens, so each step frees the rows of the step before.
     """
-    from transformers.integrations.moe import _grouped_linear  # private: test_private_parts.py
-
-    group, is_transposed = experts.ranks, experts.is_transposed
-    held: Any = experts if group is None else _Held(experts, group.size())
-    chosen, order = index.flatten().sort(stable=True)
+    group = experts.ranks
+    num_ranks = 1 if group is None else group.size()
+    held: Any = experts if group is None else _Held(experts, num_ranks)
+    chosen = index.flatten()
+    # float32 and int32 are exact here; NPUs sort and scatter int64 on a slow processor (AI CPU)
+    order = chosen.float().argsort(stable=True)
+    as_chosen = _inverse(order)
     rows = hidden[order // index.shape[1]]
-    if group is None:
-        counts = chosen.new_zeros(held.num_experts)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    else:
-        received, sends, receives = _count_rows(chosen, held.num_experts, group)
+    ones = torch.ones_like(chosen, dtype=torch.int32)
+    counts = ones.new_zeros(num_ranks * held.num_experts).scatter_add_(0, chosen, ones)
+    if group is not None:
+        received, sends, receives = _exchange_counts(counts, group)
         rows = all_to_all(rows, sends, receives, group)
-        numbers = torch.arange(held.num_experts, device=rows.device).repeat(group.size())
+        numbers = torch.arange(held.num_experts, device=rows.device).float().repeat(num_ranks)
         by_expert = numbers.repeat_interleave(received, output_size=len(rows)).argsort(stable=True)
-        as_received = by_expert.argsort()
+        as_received = _inverse(by_expert)
         rows = _reordered(rows, by_expert, as_received)
-        counts = received.view(group.size(), -1).sum(0)
+        counts = received.view(num_ranks, -1).sum(0)
     if len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
-        rows = _grouped_linear(rows, held.gate_up_proj, ends, is_transposed=is_transposed)
+        gate_up, down = (
+            weight.transpose(1, 2) if experts.is_transposed else weight
+            for weight in (held.gate_up_proj, held.down_proj)
+        )
+        rows = experts.multiply(rows, gate_up, ends)
         rows = held._apply_gate(rows)
-        rows = _grouped_linear(rows, held.down_proj, ends, is_transposed=is_transposed)
+        rows = experts.multiply(rows, down, ends)
     else:  # FSDP2 and the other ranks wait for the gradients of this rank too
         rows = rows + sum(weight.sum() for weight in (held.gate_up_proj, held.down_proj))
     if group is not None:
         rows = _reordered(rows, as_received, by_expert)
         rows = all_to_all(rows, receives, sends, group)
-    rows = _reordered(rows, order.argsort(), order).view(*index.shape, -1)  # [N, k, hidden]
+    rows = _reordered(rows, as_chosen, order).view(*index.shape, -1)  # [N, k, hidden]
     dtype = torch.result_type(rows, weights)
     combined = weights.unsqueeze(1).to(dtype) @ rows.to(dtype)  # [N, 1, hidden]
     return combined.sum(1).to(hidden.dtype)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return torch.empty_like(places).scatter_(0, order, places)
 
 
 def _reordered(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -101,14 +126,14 @@ class _Reordered(torch.autograd.Function):
         return _reordered(gradients[0], context.inverse, context.order), None, None
 
 
-def _count_rows(
-    chosen: torch.Tensor, num_experts: int, group: ProcessGroup
+def _exchange_counts(
+    sent: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, list[int], list[int]]:
     """Return the rows that come from each rank for each expert of this one, [ranks x experts].
 
-    And those to send to each rank and to receive from it. Collective.
+    And those to send to each rank and to receive from it. `sent`: rows for each expert of all
+    ranks. Collective.
     """
-    sent = torch.bincount(chosen, minlength=group.size() * num_experts)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sends, receives = (count.view(group.size(), -1).sum(1).tolist() for count in (sent, received))

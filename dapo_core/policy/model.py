@@ -59,8 +59,8 @@ def load_sharded(
     stored = torch.float32 if trainable and lora is None else dtype
     parallel = train.sequence_parallel, train.expert_parallel
     causal_lm = trainable_model(model_path, *parallel, stored, trust_remote_code, lora)
-    install_kernels(causal_lm, train.fused_kernels, device)
     install_experts(causal_lm)
+    install_kernels(causal_lm, train.fused_kernels, device)
     layers = decoder_layers(causal_lm)
     model = wrap(causal_lm).train(trainable)
     if lora is None:

@@ -43,12 +43,12 @@ def install(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    sys.modules["torch_npu"] = _torch_npu()
+    sys.modules["torch_npu"] = fake_torch_npu()
     # The CPU tensors are those that collectives on the device hand on.
     torch.distributed.Backend.register_backend("hccl", _gloo, devices=["npu", "cpu"])
 
 
-def _torch_npu() -> types.ModuleType:
+def fake_torch_npu() -> Any:
     """Its fused kernels, with its arguments and results, in plain torch; `called` counts them."""
     module: Any = types.ModuleType("torch_npu")
     module.called = Counter()
@@ -69,8 +69,37 @@ def _torch_npu() -> types.ModuleType:
         first, second = input.chunk(2, -1)
         return input * r1 + torch.cat([-second, first], -1) * r2
 
+    def npu_grouped_matmul(
+        x: list[Tensor],
+        weight: list[Tensor],
+        *,
+        group_list: Tensor,
+        split_item: int = 0,
+        group_type: int | None = None,
+    ) -> list[Tensor]:
+        """One tensor each, in parts that end at group_list; without gradients."""
+        module.called["npu_grouped_matmul"] += 1
+        (left,), (right,) = x, weight
+        assert (split_item, group_list.dtype) == (3, torch.int64)
+        assert left.dtype == right.dtype
+        ends = group_list.tolist()
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        with torch.no_grad():
+            if group_type == 0:  # over rows
+                assert left.is_contiguous()
+                assert right.is_contiguous() or right.mT.is_contiguous()
+                rows = [left[part] @ right[number] for number, part in enumerate(parts)]
+                return [torch.cat(rows)]
+            assert group_type == 2  # over the summed axis; CANN wants a transposed left side
+            assert left.T.is_contiguous()
+            assert right.is_contiguous()
+            return [torch.stack([left[:, part] @ right[part] for part in parts])]
+
     module.__dict__.update(
-        npu_rms_norm=npu_rms_norm, npu_swiglu=npu_swiglu, npu_rotary_mul=npu_rotary_mul
+        npu_rms_norm=npu_rms_norm,
+        npu_swiglu=npu_swiglu,
+        npu_rotary_mul=npu_rotary_mul,
+        npu_grouped_matmul=npu_grouped_matmul,
     )
     return module
 
