@@ -242,20 +242,7 @@ def test_hostile_equations_are_read_in_bounded_time() -> None:
 def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("1,234,567.5") == Fraction(2469135, 2)
-    nothing = (
-        "1,2",
-        "1/2",
-        "9^9",
-        "x",
-        "",
-        ".",
-        "1e5",
-        "9" * 5000,
-        "4 2",
-        "1 3/4",
-        "2, 500",
-        "1234,567",
-    )
+    nothing = ["9" * 5000, "4 2", "1 3/4", "2, 500", "", *"1,2 1/2 9^9 x . 1e5 1234,567".split()]
     assert [parse_number(text) for text in nothing] == [None] * len(nothing)
 
 
@@ -271,10 +258,6 @@ def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
         ("Answer: 7\nbut let me check", "length", "truncated", "7"),
         (r"\boxed{7}", "length", "truncated", "7"),
         ("still thinking", "length", "truncated", "7"),
-        (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM at shutdown
-        (r"\boxed{7}", "content_filter", "truncated", "7"),
-        (r"\boxed{7}", "error", "truncated", "7"),
-        (r"\boxed{7}", "eos_token", "right", "7"),
         ("<think>so \\boxed{7}", "stop", "no_answer", "7"),
         ("<think>so \\boxed{7}", None, "truncated", "7"),
         (r"\boxed{7", "stop", "no_answer", "7"),
@@ -323,6 +306,7 @@ def test_finish_reason_and_answer_give_the_verdict(
     [
         *((reason, "right") for reason in ("STOP", "eos", "FinishReason.STOP", "endOfTurn", "")),
         *((reason, "right") for reason in ("COMPLETE", "tool_calls", "FINISH_REASON_STOP")),
+        *((reason, "truncated") for reason in ("abort", "content_filter", "error")),
         *((reason, "truncated") for reason in ("MAX_TOKENS", "Length", "model_length", "SAFETY")),
         ("unheard_of", "right"),
     ],
@@ -381,21 +365,13 @@ def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, items, strict=True)]
     counts = Counter((graded.verdict, is_right_by_aisbench(graded)) for graded in grades)
     assert counts == {("right", True): 500}
-    golds = {
-        "aime24": "answer",
-        "aime25": "answer",
-        "amc23": "answer",
-        "olympiadbench": "final_answer",
-    }
+    golds = dict.fromkeys(("aime24", "aime25", "amc23"), "answer")
+    golds["olympiadbench"] = "final_answer"
     wrong = []
     for name, column in golds.items():
         for line in (data / name / "test.jsonl").read_text(encoding="utf-8").splitlines():
             gold = json.loads(line)[column]
             for one in gold if isinstance(gold, list) else [str(gold)]:
                 spaced = one.replace("frac", "dfrac").replace(",", ", ")
-                wrong += (
-                    []
-                    if grade(f"\\boxed{{{spaced}}}", "stop", one).verdict == "right"
-                    else [(name, one)]
-                )
+                wrong += [] if is_right(f"\\boxed{{{spaced}}}", one) else [(name, one)]
     assert wrong == []
