@@ -280,6 +280,8 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
     if train.lora.rank and config.rollout.lora == "adapter":
         keeps_weights = True  # no sync replaces them
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
+    # on a shared device, rank 0's engine reads what rank 0 sends, and other ranks send nothing
+    received = 0 if is_cpu or train.is_colocated else 2 * bucket
     uses = []
     for phase in PHASES:
         # engines on a CPU cannot sleep
@@ -291,7 +293,7 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
             else ("weights", 0, engine.weights * keeps_weights),
             ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
             ("activations", engine.activations * (is_awake and phase != "publish"), 0),
-            ("weights being received", 2 * bucket * (phase == "publish" and not is_cpu), 0),
+            ("weights being received", received * (phase == "publish"), 0),
             ("module being loaded", engine.reload * (phase == "publish"), 0),
             ("probe's logits", engine.probe * (phase == "generate"), 0),
             ("graphs", engine.graphs, 0),

@@ -355,6 +355,9 @@ def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> Non
     assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
     # at most the whole model
     assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}
+    # a device shared by rank and engine has them once
+    shared = planned(recipe("dapo_qwen3_8b_one_gpu"), "Qwen3-8B").uses
+    assert [use.role for use in shared if use.what.startswith("weights being")] == ["rank"]
     machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # ranks and engines share memory
     assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
