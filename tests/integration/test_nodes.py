@@ -29,7 +29,7 @@ from tests.trainings import World, config_of
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 NUM_NODES = 4
-DEVICES = {"NPU": 16, "GPU": 32}  # per node: what the largest recipe needs on four nodes
+DEVICES = {"NPU": 32, "GPU": 32}  # per node: what the largest recipe needs on four nodes
 # A node whose port is closed is dead after 2 s instead of 15; slow nodes keep Ray's default.
 QUICK_DEATH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
 QUICK_DEATH |= {"health_check_failure_threshold": 2}
