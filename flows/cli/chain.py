@@ -364,16 +364,20 @@ def plan_devices(settings: Config, gigabytes: float | None, is_json: bool) -> No
     """Print the memory plan; exit with 2 if the recipe does not fit."""
     from dataclasses import asdict
 
-    from flows.tables import print_json, print_memory
+    from flows.tables import print_findings, print_json, print_memory
     from tasks.execution.retries import LASTING_EXIT_CODE
-    from tasks.preflight.memory import plan_of
+    from tasks.preflight.finding import Findings
+    from tasks.preflight.memory import check_server, plan_of
 
-    found = plan_of(settings, gigabytes=gigabytes)
+    found, servers = plan_of(settings, gigabytes=gigabytes), Findings()
+    check_server(settings, None, found.limit, servers)
     if is_json:
-        print_json({**asdict(found), "shortages": found.shortages})
+        shortages = [*found.shortages, *(finding.found for finding in servers)]
+        print_json({**asdict(found), "shortages": shortages})
     else:
         print_memory(found)
-    if found.shortages and not settings.train.allow_oversubscription:
+        print_findings(servers)
+    if servers.failed or (found.shortages and not settings.train.allow_oversubscription):
         raise typer.Exit(LASTING_EXIT_CODE)
 
 

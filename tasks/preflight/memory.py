@@ -64,7 +64,7 @@ def check_memory(
     except ConfigError as error:
         findings.add("memory", FAIL, str(error))
         return
-    _check_server(config, folder, plan.limit, findings)
+    check_server(config, folder, plan.limit, findings)
     if not plan.shortages:
         if plan.limit.num_bytes is None and config.train.device != "cpu":
             found = f"the memory of the devices is not known here; needed: {summary(plan)}"
@@ -79,7 +79,7 @@ def check_memory(
     findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)
 
 
-def _check_server(
+def check_server(
     config: ChainConfig, folder: Path | None, limit: Limit, findings: Findings
 ) -> None:
     """Check that the evaluation's servers fit; extra arguments may make more room."""

@@ -452,6 +452,10 @@ def test_the_command_shows_the_plan_and_what_saves_memory() -> None:
     assert shown.exit_code == 2
     assert "does not fit: a rank's device" in shown.output
     assert "lower train.logits_chunk_tokens" in shown.output
+    server = ["plan", recipe_path, "--memory", "--set", "serve.max_model_len=400000"]
+    shown = CliRunner().invoke(app, server)
+    assert (shown.exit_code, "it fits" in shown.output) == (2, True)
+    assert "set serve.tensor_parallel=2" in " ".join(shown.output.split())
     allowed = CliRunner().invoke(
         app, [*small, "--set", "train.allow_oversubscription=true", "--json"]
     )
