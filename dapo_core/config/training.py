@@ -355,12 +355,12 @@ class TrainingConfig(Section):
                 "routing of vLLM is known in one pipeline stage and without drafts; set "
                 "routing_replay=policy, or rollout.engine=hf"
             )
-        if device == "npu":
+        if device == "npu" and rollout.expert_parallel:
             raise ValueError(
-                "algorithm.routing_replay=rollout with train.device=npu: vllm-ascend 0.23 returns "
-                "the routing of some tokens only if experts are divided, and in a form that is "
-                "not read here; set routing_replay=policy, which keeps the policy's own routing "
-                "through a step's updates and goes well with loss=gspo"
+                "algorithm.routing_replay=rollout with train.device=npu and "
+                "rollout.expert_parallel=true: vllm-ascend 0.23 then captures the routing of a "
+                "part of the tokens; set expert_parallel=false, or routing_replay=policy, which "
+                "keeps the policy's own routing through a step's updates (try loss=gspo)"
             )
         return self
 

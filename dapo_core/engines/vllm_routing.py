@@ -33,7 +33,7 @@ class ReturnedRouting:
 
     def __init__(self, engine: Any) -> None:
         self._processor = engine.output_processor
-        self._layers: list[int] = engine.apply_model(_routed_layers)[0]
+        self._layers: list[int] = engine.apply_model(routed_layers)[0]
         self._records: dict[str, tuple[RoutingRecord, int]] = {}
 
     def begin(self, request_id: str, _: Sequence[int], earlier: Experts) -> RoutingRecord:
@@ -75,10 +75,10 @@ def leave_to_first_part(engine: Any) -> None:
     engine.engine_core.engine_core.scheduler.aux_output_connector = None
 
 
-def _routed_layers(model: Any) -> list[int]:
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-    return sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
+def routed_layers(model: Any) -> list[int]:
+    """Return the layers with experts, which vLLM 0.32 numbers in a MoERunner, 0.23 in FusedMoE."""
+    experts = (module for module in model.modules() if hasattr(module, "moe_config"))
+    return sorted({module.layer_id for module in experts if hasattr(module, "layer_id")})
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def test_a_replay_without_an_anchor_pass_is_refused() -> None:
     ("rollout", "device", "message"),
     [
         ({"pipeline_parallel": 2}, "cpu", "in one pipeline stage and without drafts"),
-        ({}, "npu", "set routing_replay=policy"),
+        ({"tensor_parallel": 2, "expert_parallel": True}, "npu", "or routing_replay=policy"),
     ],
 )
 def test_a_replay_of_an_engine_whose_routing_is_unknown_is_refused(
@@ -313,7 +313,7 @@ def test_a_replay_of_an_engine_whose_routing_is_unknown_is_refused(
     with pytest.raises(ValidationError, match=message):
         make_config(algorithm=replay, rollout={"engine": "vllm", **rollout}, train=train)
     vllm = {"engine": "vllm", "tensor_parallel": 2}
-    for kind in ("cpu", "cuda"):
+    for kind in ("cpu", "cuda", "npu"):
         make_config(algorithm=replay, rollout=vllm, train={"device": kind})
 
 

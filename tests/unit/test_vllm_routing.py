@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from dapo_core.engines.vllm_engine import rank_of_part
-from dapo_core.engines.vllm_routing import ReturnedRouting
+from dapo_core.engines.vllm_routing import ReturnedRouting, routed_layers
 from dapo_core.model.routers import UNKNOWN_EXPERT, Experts
 
 LAYERS, ROUTED, K = 3, [0, 2], 2  # the second layer is dense: vLLM returns zeros for it
@@ -94,3 +95,14 @@ def test_the_part_that_answers_is_the_one_to_which_vllm_returns_routing() -> Non
     """The first of the tensor-parallel processes of the last stage, which samples."""
     assert [rank_of_part(part, 4, 1) for part in range(4)] == [0, 1, 2, 3]
     assert [rank_of_part(part, 2, 2) for part in range(4)] == [2, 3, 0, 1]
+
+
+def test_layers_with_experts_are_found_in_both_versions_of_vllm() -> None:
+    def module(**values: Any) -> nn.Module:
+        made = nn.Module()
+        vars(made).update(values)
+        return made
+
+    with_experts = [module(layer_id=number, moe_config=None) for number in (2, 0)]
+    others = [module(layer_id=1), module(moe_config=None)]  # attention, and 0.23's runner
+    assert routed_layers(nn.ModuleList([*with_experts, *others])) == [0, 2]
