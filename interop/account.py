@@ -80,7 +80,8 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
     """Convert a value of a row's key; for a family, the key determines ours."""
     if config.version in row.ignored:
         return Outcome("ignored-by-trainer", {}, row.reason)
-    if row.is_family and (value is None or value == {}) and key == row.key.removesuffix(".*"):
+    is_section = key in [name.removesuffix(".*") for name in row.names() if name.endswith(".*")]
+    if is_section and (value is None or value == {}):
         return default("empty")
     if row.when is not None and (why := _off(row.when, config)):
         off = Outcome("taken", dict.fromkeys(row.ours, row.without), row.change)
@@ -98,8 +99,7 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
         return unsupported(row.reason)
     if not row.ours:
         return Outcome(row.fate, {}, row.reason)
-    below = key.removeprefix(row.key.removesuffix("*")) if row.is_family else ""
-    ours = {name.removesuffix("*") + below: value for name in row.ours}
+    ours = {name.removesuffix("*") + row.below(key): value for name in row.ours}
     return Outcome("taken", ours, row.change)
 
 

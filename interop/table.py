@@ -77,6 +77,11 @@ class Row:
         """True if the row matches several keys."""
         return "*" in self.key
 
+    def below(self, key: str) -> str:
+        """Return the part of a key below a family `a.b.*`, by any of the family's names."""
+        stems = (name.removesuffix("*") for name in self.names() if name.endswith(".*"))
+        return next((key.removeprefix(stem) for stem in stems if key.startswith(stem)), "")
+
     def names(self, version: str | None = None) -> list[str]:
         """Return the key's names in a version, newest first; without a version, all names."""
         own = [self.key] if version is None or version in self.versions | self.additions else []

@@ -112,6 +112,14 @@ def test_old_names_are_imported() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["custom_reward_function", "reward.custom_reward_function"])
+def test_arguments_of_a_reward_function_are_taken_over_by_any_name(name: str) -> None:
+    given = {f"{name}.path": "r.py", f"{name}.reward_kwargs": {"judge": {"url": "http://judge"}}}
+    found = {key: value for key, value in ours(given).items() if key.startswith("custom_reward.")}
+    url = {"custom_reward.arguments.judge.url": "http://judge"}
+    assert found == {"custom_reward.path": "r.py", **url}
+
+
 def test_misspelt_and_unsupported_settings_block() -> None:
     found = account()(
         LARGE
