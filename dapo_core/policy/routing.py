@@ -68,8 +68,8 @@ class Routing:
         if self.keeps_logits:
             self.logits.append(logits)
         if router.training:
-            probs = logits.detach().float().softmax(dim=-1)
-            self.entropy.append(torch.special.entr(probs).sum(dim=-1))
+            log_probs = logits.detach().float().log_softmax(dim=-1)
+            self.entropy.append(-(log_probs.exp() * log_probs).sum(dim=-1))
 
     def read(self, row: PackedRow, lengths: Sequence[int] | np.ndarray) -> list[Experts]:
         """Return the experts of each sequence of the last pass, as in Batch.routing.
@@ -85,13 +85,10 @@ class Routing:
 
     def count(self, row: PackedRow) -> None:
         """Add the last training pass, of the row, to the sums of `take`."""
-        num_experts = self.routers[0].num_experts
-        loads = [
-            torch.bincount(each[row.tokens].flatten(), minlength=num_experts)
-            for each in self.experts
-        ]
+        experts = torch.stack(self.experts)[:, row.tokens]  # [L, n, K]
+        loads = _counts(experts.flatten(1), self.routers[0].num_experts)
         entropy = torch.stack(self.entropy)[:, row.tokens].sum()
-        self._sums.append((torch.stack(loads), entropy, len(row.tokens)))
+        self._sums.append((loads, entropy, len(row.tokens)))
 
     def balance_loss(self, row: PackedRow, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return this rank's part of the load-balancing loss of the last pass, of the row.
@@ -106,7 +103,7 @@ class Routing:
         num_experts = self.routers[0].num_experts
         chosen = torch.cat([each[row.tokens] for each in self.experts], dim=-1)  # [n, L K]
         cells = sequences.unsqueeze(-1) * num_experts + chosen
-        counts = torch.bincount(cells.flatten(), minlength=len(lengths) * num_experts).float()
+        counts = _counts(cells.view(1, -1), len(lengths) * num_experts).float()
         if row.packing.group is not None:
             dist.all_reduce(counts, group=row.packing.group)
         shares = counts.view(-1, num_experts) / lengths.to(counts.device).unsqueeze(-1)  # [b, E]
@@ -131,6 +128,15 @@ class Routing:
             sum(counts),
             float(torch.stack(losses).sum()) if losses else None,
         )
+
+
+def _counts(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how often each number below `size` is in each row: [rows, size] int32.
+
+    torch.bincount waits for the device, and runs on an NPU's slow processor (AI CPU).
+    """
+    ones = torch.ones_like(numbers, dtype=torch.int32)
+    return ones.new_zeros(len(numbers), size).scatter_add_(1, numbers, ones)
 
 
 def _replay(

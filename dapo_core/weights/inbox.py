@@ -13,6 +13,7 @@ from dapo_core.weights.links import (
     Link,
     SharedMemory,
     join_group,
+    meet,
     new_slots,
     open_handle,
     wait_until,
@@ -111,7 +112,7 @@ class _CollectiveInbox(Inbox):
             works += [self._receive(later) for later in arriving[number + 1 : number + 2]]
             works[number].wait()
             yield bucket
-        self._group.barrier().wait()
+        meet(self._group, self._device)
 
     def _receive(self, bucket: torch.Tensor) -> torch.distributed.Work:
         return self._group.broadcast([bucket], torch.distributed.BroadcastOptions())

@@ -152,6 +152,16 @@ def wait_until(is_true: Callable[[], bool], description: str) -> None:
     time.sleep(0)
 
 
+def meet(group: Any, device: torch.device) -> None:
+    """Return once all processes of the group have called this.
+
+    Without a device, torch asks for a barrier on the CPU, which groups of HCCL do not have.
+    """
+    options = torch.distributed.BarrierOptions()
+    options.device = device
+    group.barrier(options).wait()
+
+
 def join_group(address: str, rank: int, size: int, backend: str) -> Any:
     """Create a torch.distributed group independent of the process's default group. Collective.
 

@@ -11,6 +11,7 @@ from dapo_core.weights.links import (
     HANDLE_BYTES,
     SharedMemory,
     join_group,
+    meet,
     new_slots,
     wait_until,
     write_handle,
@@ -73,7 +74,7 @@ class Outbox:
             work.wait()
         self._works.clear()
         if self._group is not None:
-            self._group.barrier().wait()
+            meet(self._group, self._device.torch_device())
         self._wait_taken(self._number)
         self._slots = []
         self._memory.free_slots()

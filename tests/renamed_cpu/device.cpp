@@ -208,6 +208,10 @@ struct Call {
 
 // Any operation, by the CPU's kernel.
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  TORCH_CHECK(
+      name != "aten::special_entr" && name != "aten::bincount",
+      name, " has no kernel on an NPU's cores: torch_npu 2.10 takes it to the host, or CANN to the AI CPU");
   Call call{op};
   const size_t first = stack->size() - op.schema().arguments().size();
   for (size_t place = first; place < stack->size(); ++place) {

@@ -5,6 +5,7 @@ import functools
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from dapo_core.algorithm.batch import build_batch
 from dapo_core.errors import RolloutError
 from dapo_core.machine.device import device_for
 from dapo_core.metrics.engine_checks import check_sampled_alike, probe_difference
-from dapo_core.weights import links
-from dapo_core.weights.links import SharedMemory, new_slots
+from dapo_core.weights import inbox, links, outbox
+from dapo_core.weights.inbox import open_inbox
+from dapo_core.weights.links import Link, SharedMemory, new_slots
 from dapo_core.weights.outbox import Outbox
 from dapo_core.weights.plan import PlannedTensor, WeightPlan, plan_buckets
 from dapo_core.weights.proof import (
@@ -200,8 +202,8 @@ def test_shared_memory_counts_buckets_and_is_released() -> None:
 
 def test_private_slots_use_huge_pages() -> None:
     plan = plan_buckets(_planned(a=2**20, b=2**20), torch.float32, 2**22)
-    outbox, device = Outbox(plan, device_for("cpu"), 0), torch.device("cpu")
-    for slot in (outbox.slot(), *new_slots(plan, device)):
+    sender, device = Outbox(plan, device_for("cpu"), 0), torch.device("cpu")
+    for slot in (sender.slot(), *new_slots(plan, device)):
         assert slot.shape == (2**20,)
         assert "hg" in _memory_flags(slot.data_ptr())  # advised, whether or not the system has any
 
@@ -215,6 +217,30 @@ def _memory_flags(address: int) -> list[str]:
         elif is_here and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError(f"nothing is at {address:x}")
+
+
+def test_a_barrier_of_senders_and_receivers_is_on_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """HCCL's groups have none on the CPU, which is torch's default for them."""
+    places = []
+
+    class Group:
+        def broadcast(self, *_: Any) -> Any:
+            return SimpleNamespace(wait=lambda: None)
+
+        def barrier(self, options: Any = SimpleNamespace(device=None)) -> Any:  # noqa: B008
+            places.append(options.device)
+            return SimpleNamespace(wait=lambda: None)
+
+    for module in (inbox, outbox):
+        monkeypatch.setattr(module, "join_group", lambda *_: Group())
+    plan, device = plan_buckets(_planned(a=4), torch.float32, 16), device_for("cpu")
+    sender = Outbox(plan, device, 0)
+    sender.join("", 2, "hccl")
+    sender.finish()
+    assert len(list(open_inbox(Link(False, "", 1, 2), plan, device).buckets())) == 1
+    assert places == [torch.device("cpu")] * 2
 
 
 def test_waiting_for_weights_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
