@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import ConfigError
 
 MEDIA_LIMITS = "limit_mm_per_prompt"
+STEP_TOKENS = "max_num_batched_tokens"
 # Arguments that the project sets itself, and what to do instead.
 RESERVED = {
     "model": "use model.path",
@@ -39,9 +40,15 @@ RESERVED = {
 }
 
 
-def require_no_own_key(names: Iterable[str]) -> None:
-    """Raise ValueError for an argument that a configuration key sets."""
-    for name in names:
+def require_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that a configuration key sets, or an unusable value."""
+    if not isinstance(tokens := arguments.get(STEP_TOKENS, 1), int) or tokens < 1:
+        raise ValueError(f"rollout.engine_args.{STEP_TOKENS}={tokens} is not a number of tokens")
+    if not isinstance(limits := arguments.get(MEDIA_LIMITS, {}), Mapping):
+        raise ValueError(
+            f"rollout.engine_args.{MEDIA_LIMITS}={limits} is not a mapping such as {{image: 2}}"
+        )
+    for name in arguments:
         if (reason := RESERVED.get(name.replace("-", "_"))) is not None:
             raise ValueError(f"rollout.engine_args.{name} is set by the project: {reason}")
 

@@ -261,13 +261,13 @@ def nearest(root: type[BaseModel], name: str) -> str:
     if meant := [key for key in siblings if leaf in key.rsplit(".", 1)[-1].split("_")]:
         return f" (did you mean {' or '.join(meant)}?)"
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {section})
-    by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
+    leaves = [key.rsplit(".", 1)[-1] for key in keys]
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
-    if not close or leaf in by_leaf:
-        matches = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
-        close = [by_leaf[match] for match in matches]
+    if not close or leaf in leaves:
+        [*matches] = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        close = [key for key, found in zip(keys, leaves, strict=True) if found in matches]
     if close:
-        return f" (did you mean {close[0]}?)"
+        return f" (did you mean {' or '.join(close)}?)"
     listed = f"explain {section}` lists its" if siblings else "show` lists all"
     return f"; `dapo config {listed} keys"
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from dapo_core.config.engine_args import require_no_own_key
+from dapo_core.config.engine_args import require_arguments
 from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.validation import SAMPLING_SOURCES, SamplingSource, require_model_alone
 
@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _engine_supports_keys(self) -> RolloutConfig:
         require_model_alone("rollout", self)
-        require_no_own_key(self.engine_args)
+        require_arguments(self.engine_args)
         num_parts = self.tensor_parallel * self.pipeline_parallel
         if self.engine == "hf" and self.batch_invariant:
             raise ValueError(

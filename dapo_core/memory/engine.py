@@ -69,7 +69,7 @@ def engine_memory(
     least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
     step_tokens = CPU_STEP_TOKENS
     if is_vllm:
-        step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", least)))
+        step_tokens = int(rollout.engine_args.get("max_num_batched_tokens", least))  # type: ignore[arg-type]
     activations = step_tokens * item * (4 * shape.hidden + 3 * shape.mlp_width // parts)
     if shape.tower is not None:
         image_tokens = max(step_tokens, 0 if is_cpu else IMAGE_TOKENS)

@@ -72,6 +72,8 @@ def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
     other = fitted(lengths, bounds)
     if other is None:
         longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
+        if bounds.positions is None:
+            return found, "no lengths fit; raise rollout.max_response_tokens"
         return found, (
             f"no lengths fit: prompts of {longest} tokens leave no room for a response in "
             f"{bounds.positions} positions; use a model with more positions, or shorter prompts "

@@ -142,6 +142,7 @@ def test_experts_are_not_divided_where_that_is_not_built(recipe: Path, other: st
         ("store.path=${STORE}", r"store\.path = '\$\{STORE\}' still holds a placeholder; put the"),
         ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such"),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
+        ("seed=1", r"unknown key seed = 1 \(did you mean run\.seed or "),
         ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not"),
         ("train.keep=[a", r"--set 'train\.keep=\[a': the value is not valid YAML"),

@@ -36,6 +36,8 @@ from tests.trainings import settings
             r"rollout\.engine_args\.seed is set by the project: use run\.seed",
         ),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
+        ({"engine_args": {"max_num_batched_tokens": "8k"}}, r"=8k is not a number of tokens"),
+        ({"engine_args": {"limit_mm_per_prompt": 3}}, r"=3 is not a mapping such as \{image: 2\}"),
         (
             {"engine": "hf", "tensor_parallel": 2},
             r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm",
