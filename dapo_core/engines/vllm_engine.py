@@ -406,6 +406,8 @@ def device_arguments(device: str, settings: EngineSettings) -> dict[str, Any]:
         arguments = {
             "gpu_memory_utilization": settings.memory_utilization,
             "max_num_batched_tokens": max(PREFILL_TOKENS, 2 * settings.max_num_seqs),
+            # vLLM 0.32 looks up the other parts' devices, of which Ray exposes none: IndexError
+            "disable_custom_all_reduce": True,
         }
         if not GRAPH_ARGUMENTS & settings.engine_args.keys():
             arguments["max_cudagraph_capture_size"] = settings.max_num_seqs

@@ -124,6 +124,7 @@ def test_engine_arguments_by_device() -> None:
     assert kinds["cuda"] == {
         "gpu_memory_utilization": 0.5,
         "max_num_batched_tokens": 2048,
+        "disable_custom_all_reduce": True,
         "max_cudagraph_capture_size": 8,
     }
     assert kinds["npu"] == {
@@ -136,6 +137,7 @@ def test_engine_arguments_by_device() -> None:
     own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}
     assert device_arguments("npu", replace(settings, engine_args=own)) == {
         "gpu_memory_utilization": 0.5,
+        "disable_custom_all_reduce": True,
         **own,
     }
 
