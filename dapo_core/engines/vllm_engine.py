@@ -412,6 +412,8 @@ def device_arguments(device: str, settings: EngineSettings) -> dict[str, Any]:
         if not GRAPH_ARGUMENTS & settings.engine_args.keys():
             arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
             if (mode := device_for(device).graph_mode) is not None:
+                # batch-invariant attention of vllm-ascend 0.23 cannot be in a graph
+                mode = "PIECEWISE" if settings.batch_invariant else mode
                 arguments["compilation_config"] = {"cudagraph_mode": mode}
     if settings.records_routing and returns_routing(device):
         arguments[RETURNED] = True

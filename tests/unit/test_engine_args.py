@@ -131,6 +131,8 @@ def test_engine_arguments_by_device() -> None:
         **kinds["cuda"],
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
     }
+    invariant = device_arguments("npu", replace(settings, batch_invariant=True))
+    assert invariant["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
     many = device_arguments("npu", replace(settings, max_num_seqs=1500))
     assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
     # vLLM rejects both keys for the sizes

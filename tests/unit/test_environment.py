@@ -117,6 +117,15 @@ def test_each_value_has_its_state_and_advice(name: str, value: str, state: str, 
     assert found.effect
 
 
+@pytest.mark.parametrize("name", ["LCCL_DETERMINISTIC", "ATB_MATMUL_SHUFFLE_K_ENABLE"])
+def test_what_cann_s_set_env_sets_is_reported_for_a_deterministic_run(name: str) -> None:
+    set_env = {"LCCL_DETERMINISTIC": "0", "ATB_MATMUL_SHUFFLE_K_ENABLE": "1"}
+    assert _found(name, set_env, _npu(run={"deterministic": False})).state == "set"
+    found = _found(name, set_env, _npu(run={"deterministic": True}))
+    assert found.state == "caution"
+    assert "after CANN's set_env.sh" in found.advice
+
+
 def test_harmful_values_depend_on_the_recipe() -> None:
     shared = _npu(train={"placement": "colocated", "num_ranks": 1}, rollout={"num_workers": 1})
     expandable = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
