@@ -191,6 +191,7 @@ class VllmEngine(Engine):
         (parameters,) = self._engine.apply_model(_parameters)
         self._engine.wake_up(list(states))
         self._engine.apply_model(functools.partial(_put_back, parameters=parameters))
+        self._engine.apply_model(_clear_features)
 
     def _log_probs(self, sequences: Sequences) -> list[list[float]]:
         for number, (prompt, response_ids) in enumerate(sequences):
@@ -410,7 +411,7 @@ def device_arguments(device: str, settings: EngineSettings) -> dict[str, Any]:
             "disable_custom_all_reduce": True,
         }
         if not GRAPH_ARGUMENTS & settings.engine_args.keys():
-            arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
+            arguments["cudagraph_capture_sizes"] = graph_sizes(settings)
             if (mode := device_for(device).graph_mode) is not None:
                 # batch-invariant attention of vllm-ascend 0.23 cannot be in a graph
                 mode = "PIECEWISE" if settings.batch_invariant else mode
@@ -420,6 +421,19 @@ def device_arguments(device: str, settings: EngineSettings) -> dict[str, Any]:
     if settings.speculation != "off":
         arguments["speculative_config"] = speculative_arguments(settings)
     return {**arguments, **settings.engine_args}
+
+
+def graph_sizes(settings: EngineSettings) -> list[int]:
+    """Return the batches to capture: vLLM's, up to the widest, which its own limit rounds down.
+
+    A batch wider than all of them is decoded without graphs. Drafts widen one to several tokens a
+    sequence.
+    """
+    widest = settings.max_num_seqs
+    drafted = 0 if settings.speculation == "off" else min(widest, WIDE_BATCH) * (1 + DRAFT_TOKENS)
+    largest = max(widest, drafted)
+    steps = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
+    return sorted({widest, largest, *(size for size in steps if size < largest)})
 
 
 def speculative_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -549,6 +563,16 @@ def _put_back(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Paramete
         if parameter is not parameters[name]:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, parameters[name])
+
+
+def _clear_features(model: torch.nn.Module) -> None:
+    """Zero the features of pictures that Qwen3-VL adds in every step, as vLLM does after each.
+
+    Sleep level 2 keeps parameters and buffers in mind, but not these tensors (vllm 53343). There is
+    no public way; test_private_parts.py guards the name.
+    """
+    for features in getattr(model, "deepstack_input_embeds", ()):
+        features.zero_()
 
 
 def _seed(request: GenerationRequest) -> int:

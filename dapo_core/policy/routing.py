@@ -116,9 +116,10 @@ class Routing:
         return loss
 
     def take(self) -> RoutingSums | None:
-        """Return the counted sums and forget them; None if nothing was counted."""
+        """Return the counted sums, None without any; frees them and the last pass's records."""
         sums, losses = self._sums, self._losses
         self._sums, self._losses = [], []
+        self.experts, self.entropy, self.logits = [], [], []
         if not sums:
             return None
         loads, entropy, counts = zip(*sums, strict=True)

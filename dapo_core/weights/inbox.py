@@ -54,13 +54,17 @@ class Delivery:
         self._buckets = inbox.buckets()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, values in zip(self._plan.buckets, self._buckets, strict=True):
+        for bucket in self._plan.buckets:
+            values = next(self._buckets)
             for planned in bucket:
                 tensor = values[planned.offset : planned.offset + planned.numel].view(planned.shape)
                 if self._copies:
                     tensor = tensor.clone()
                 yield planned.name, tensor
                 self.checksums[planned.name] = checksums(tensor, planned)
+            # before the inbox calls the bucket taken: else torch keeps the sender's device memory
+            del values, tensor
+        self.drain()
 
     def drain(self) -> None:
         """Receive the buckets that the loader did not take: others wait for them."""

@@ -4,9 +4,11 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from dapo_core.config.engine_args import require_known
 from dapo_core.engines.base import GenerationRequest, Row
@@ -125,7 +127,7 @@ def test_engine_arguments_by_device() -> None:
         "gpu_memory_utilization": 0.5,
         "max_num_batched_tokens": 2048,
         "disable_custom_all_reduce": True,
-        "max_cudagraph_capture_size": 8,
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
     }
     assert kinds["npu"] == {
         **kinds["cuda"],
@@ -134,7 +136,10 @@ def test_engine_arguments_by_device() -> None:
     invariant = device_arguments("npu", replace(settings, batch_invariant=True))
     assert invariant["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
     many = device_arguments("npu", replace(settings, max_num_seqs=1500))
-    assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
+    assert many["max_num_batched_tokens"] == 3000
+    assert many["cudagraph_capture_sizes"][-2:] == [1488, 1500]
+    drafting = replace(settings, speculation="ngram")  # of up to 4 tokens per sequence
+    assert device_arguments("cuda", drafting)["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32]
     # vLLM rejects both keys for the sizes
     own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}
     assert device_arguments("npu", replace(settings, engine_args=own)) == {
@@ -142,6 +147,16 @@ def test_engine_arguments_by_device() -> None:
         "disable_custom_all_reduce": True,
         **own,
     }
+
+
+def test_an_engine_wakes_without_features_of_pictures_that_its_sleep_lost() -> None:
+    model: Any = torch.nn.Identity()
+    model.deepstack_input_embeds = [torch.ones(2), torch.ones(2)]
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.settings = replace(tiny_engine_settings(), sleep_level=2)
+    engine._engine = SimpleNamespace(apply_model=lambda each: [each(model)], wake_up=lambda _: None)
+    engine._wake(["weights"])
+    assert not torch.cat(model.deepstack_input_embeds).any()
 
 
 def test_only_deterministic_engines_on_npus_have_a_generator_per_response() -> None:

@@ -3,6 +3,7 @@
 Each fails here first when a library changes it; the comment at its use says why it is needed.
 """
 
+import importlib
 import inspect
 import os
 import subprocess
@@ -127,6 +128,13 @@ def test_vllm_still_packs_experts_and_a_head_where_the_core_packs_them_again() -
     assert "self.quant_method" in inspect.getsource(ParallelLMHead.__mro__[1])
     pack = vars(UnquantizedEmbeddingMethod)["process_weights_after_loading"]  # not the base's
     assert parameters(pack) == ["self", "layer"]
+
+
+@pytest.mark.slow
+def test_vllm_still_keeps_features_of_pictures_beside_parameters_and_buffers() -> None:
+    for name in ("qwen3_vl", "qwen3_vl_moe"):
+        source = inspect.getsource(importlib.import_module(f"vllm.model_executor.models.{name}"))
+        assert "self.deepstack_input_embeds = [" in source
 
 
 @pytest.mark.slow

@@ -13,6 +13,9 @@ import torch
 
 from dapo_core.machine.device import device_for
 from dapo_core.policy.offload import Transfers
+from dapo_core.policy.routing import Routing
+from dapo_core.weights.inbox import Delivery, Inbox
+from dapo_core.weights.plan import PlannedTensor, WeightPlan
 
 HOST = torch.device("cpu")
 
@@ -83,3 +86,30 @@ def test_on_a_cpu_nothing_is_copied_or_kept() -> None:
         assert transfers.moved(source, HOST) is source
     transfers.join()
     transfers.finish()
+
+
+class _Inbox(Inbox):
+    """An inbox that sees whether a bucket is in use when it calls it taken."""
+
+    def buckets(self) -> Iterator[torch.Tensor]:
+        self.num_taken = self.num_in_use = 0
+        for _ in self.plan.buckets:
+            arrived = [torch.ones(2)]
+            bucket = weakref.ref(arrived[0])
+            yield arrived.pop()
+            self.num_taken += 1
+            self.num_in_use += bucket() is not None
+
+
+def test_a_bucket_is_out_of_use_once_its_rank_hears_that_it_was_taken() -> None:
+    inbox = _Inbox(WeightPlan(torch.float32, tuple((PlannedTensor(n, (2,), (2,)),) for n in "ab")))
+    delivery = Delivery(inbox, copies=True)
+    assert [name for name, _ in delivery] == ["a", "b"]
+    assert (inbox.num_taken, inbox.num_in_use) == (2, 0)
+
+
+def test_no_record_of_a_pass_stays_on_the_device_after_an_update() -> None:
+    routing = Routing(torch.nn.Identity(), keeps_logits=True)
+    routing.experts, routing.entropy, routing.logits = ([torch.ones(1)] for _ in range(3))
+    routing.take()
+    assert [*routing.experts, *routing.entropy, *routing.logits] == []
