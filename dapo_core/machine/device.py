@@ -247,6 +247,14 @@ class Cuda(Accelerator):
     sleep_level = 2  # discards the weights
     allocator_variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+    def require(self) -> None:
+        import torch
+
+        super().require()
+        # torch prefers cuDNN's attention on Hopper and Blackwell, which takes about a second for
+        # each new shape; packed rows have new shapes all the time. vLLM turns it off, too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 class Npu(Accelerator):
     """One die of an Ascend NPU, through torch_npu."""

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -99,6 +100,16 @@ class _Inbox(Inbox):
             yield arrived.pop()
             self.num_taken += 1
             self.num_in_use += bucket() is not None
+
+
+def test_packed_rows_on_cuda_are_not_computed_by_kernels_that_are_built_for_each_shape() -> None:
+    try:
+        with patch("torch.cuda.is_available", return_value=True):
+            device_for("cuda").require()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_a_bucket_is_out_of_use_once_its_rank_hears_that_it_was_taken() -> None:
