@@ -69,12 +69,13 @@ def _answer_seconds(address: str) -> float:
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Check this machine's devices, their links, and its limits, for a private Ray."""
-    from tasks.preflight.node_probe import devices_here, limits, memory
+    """Check this machine's devices, their links and versions, and its limits, for a private Ray."""
+    from tasks.preflight.node_probe import devices_here, limits, memory, versions_here
 
-    kind = config.train.device
-    here: dict[str, Any] = {"devices": devices_here(kind, os.environ)}
-    reports = {THIS_MACHINE: here | {"limits": limits(), "memory": memory()}}
+    kind, found = config.train.device, devices_here(config.train.device, os.environ)
+    here = {"devices": found, "versions": versions_here(kind, os.environ, found), "stack": stack()}
+    reports: dict[str, Any] = {THIS_MACHINE: here | {"limits": limits(), "memory": memory()}}
+    checks.check_sets(reports, stack(), findings)
     smallest = checks.smallest_device(reports, kind)
     checks.check_devices(reports, _needed_bytes(config, model, smallest), {}, findings)
     checks.check_links(reports, findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -94,7 +95,7 @@ def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings
 
 
 def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) -> None:
-    """Warn of packages and CANN versions that form no known set, except the packages of `here`."""
+    """Warn of packages, CANN and drivers that form no known set, except the packages of `here`."""
 
     def of(report: Report) -> Iterator[Fault]:
         packages, toolkit = report["stack"], report["versions"].get("CANN")
@@ -105,8 +106,16 @@ def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) ->
         if built_with and toolkit and built_with.lower() != toolkit.lower():
             text = f"CANN {toolkit}, but the set {name} is built with {built_with}"
             yield "cann", WARN, text
+        needed, driver = sets()[name].driver if name else None, report["versions"].get("driver")
+        if built_with and needed and driver and _release(driver) < _release(needed):
+            yield "old_driver", WARN, f"driver {driver}, but the set {name} needs {needed}"
 
     _add_faults(findings, {node: of(report) for node, report in reports.items()})
+
+
+def _release(version: str) -> list[int]:
+    """Return year and release of an Ascend driver: 26.0.rc2, HDK 26.0.RC1."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def check_devices(

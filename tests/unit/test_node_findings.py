@@ -91,14 +91,18 @@ def test_packages_of_no_known_set_and_another_cann_are_reported() -> None:
     known = dict(sets()["npu-newest"].packages)
     here = {"torch": "2.13.0"}
 
-    def found(packages: dict[str, str], toolkit: str) -> list[tuple[str, str]]:
-        node = {"stack": packages, "versions": {"CANN": toolkit}}
+    def found(
+        packages: dict[str, str], toolkit: str, driver: str = "26.0.rc1"
+    ) -> list[tuple[str, str]]:
+        node = {"stack": packages, "versions": {"CANN": toolkit, "driver": driver}}
         findings = of(nodes.check_sets, {A: node, B: {**node, "versions": {"CANN": "9.1.0"}}}, here)
         return [(each.where, each.found) for each in findings]
 
     assert found(known, "9.1.0") == []
     assert found(here, "8.5.1") == []  # already reported for this machine
     assert found(known, "8.5.1") == [(A, "CANN 8.5.1, but the set npu-newest is built with 9.1.0")]
+    text = "driver 25.2.0, but the set npu-newest needs HDK 26.0.RC1"
+    assert found(known, "9.1.0", "25.2.0") == [(A, text)]
     [(where, text)] = found({**known, "vllm": "0.22.0"}, "9.1.0")
     assert where == "all 2 nodes"
     assert text.endswith("npu-newest: vllm 0.22.0 in place of 0.23.0")
