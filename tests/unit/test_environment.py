@@ -104,6 +104,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TASK_QUEUE_ENABLE", "2", "caution", "enforce_eager"),
         ("ASCEND_LAUNCH_BLOCKING", "1", "conflict", "graphs cannot be captured"),
         ("ASCEND_RT_VISIBLE_DEVICES", "1,0", "conflict", "ascending"),
+        ("RANK_TABLE_FILE", "/user/hccl.json", "conflict", "from the same table"),
         ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1", "conflict", "on device 0"),
         ("LD_PRELOAD", "/nowhere/libjemalloc.so.2", "caution", "does not exist"),
         ("LD_PRELOAD", "libjemalloc.so.2", "set", ""),
