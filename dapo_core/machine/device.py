@@ -185,10 +185,16 @@ class Accelerator(Device):
     def require(self) -> None:
         import torch
 
-        if not self.module().is_available():
+        module = self.module()
+        if not module.is_available():
+            try:
+                module.init()
+                reason = ""
+            except (AssertionError, RuntimeError) as error:  # such as a driver that is too old
+                reason = f" ({str(error).partition(chr(10))[0]})"
             raise ConfigError(
                 f"train.device={self.kind}, but torch {torch.__version__} finds no such device on "
-                "this machine; set train.device=cpu, or run on a node that has one"
+                f"this machine{reason}; set train.device=cpu, or run on a node that has one"
             )
 
     def module(self) -> Any:

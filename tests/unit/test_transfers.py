@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
+from dapo_core.errors import ConfigError
 from dapo_core.machine.device import device_for
 from dapo_core.policy.offload import Transfers
 from dapo_core.policy.routing import Routing
@@ -110,6 +112,16 @@ def test_packed_rows_on_cuda_are_not_computed_by_kernels_that_are_built_for_each
         assert torch.backends.cuda.flash_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_a_missing_device_is_reported_with_torchs_reason() -> None:
+    old = RuntimeError("The NVIDIA driver on your system is too old\nPlease update it")
+    with (
+        patch("torch.cuda.is_available", return_value=False),
+        patch("torch.cuda.init", side_effect=old),
+        pytest.raises(ConfigError, match=r"on this machine \(The NVIDIA driver .* too old\);"),
+    ):
+        device_for("cuda").require()
 
 
 def test_a_bucket_is_out_of_use_once_its_rank_hears_that_it_was_taken() -> None:
