@@ -167,6 +167,7 @@ class Receiver:
 
     def __init__(self, model_path: Path, config: TrainingConfig) -> None:
         self.device = device_for(config.train.device)
+        self.device.require()
         self.engine = engine_of("hf", model_path, config)
 
     def connect(self, link: Link, plan: WeightPlan) -> None:

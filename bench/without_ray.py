@@ -163,6 +163,7 @@ def policy_rank(meeting_point: str, model_path: Path, config: TrainingConfig) ->
 def rollout_worker(model_path: Path, config: TrainingConfig) -> RolloutWorker:
     """Build the worker, as RolloutRank.start does."""
     device = device_for(config.train.device)
+    device.require()
     settings = engine_settings(config, device)
     engine = config.rollout.engine, model_path, settings, config.run.seed
     build = partial(build_engine, *engine, str(device.torch_device()))
