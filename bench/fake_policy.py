@@ -36,6 +36,7 @@ from dapo_core.model.inputs import ImageReference
 from dapo_core.policy import experts, log_probs, routing, vision
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
+from dapo_core.policy.all_to_all import all_to_all
 from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.packing import PackedRow
 from dapo_core.policy.routing import Routing
@@ -146,7 +147,8 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
                 (sharding, "init_device_mesh", _on_real_tensors(sharding.init_device_mesh)),
                 (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
                 (sharding, "_fill", lambda *_: None),
-                (experts, "_count_rows", _equal_loads),
+                (experts, "_exchange_counts", lambda sent, _: (torch.ones_like(sent), [], [])),
+                (experts, "all_to_all", _equal_loads),
                 (Routing, "count", lambda *_: None),  # depends on values
                 (routing, "returns_probabilities", lambda _: False),  # too, and stays cached
                 (policy_rank, "sequence_group", lambda *_: group),
@@ -174,11 +176,11 @@ def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _equal_loads(
-    chosen: torch.Tensor, num_experts: int, group: ProcessGroup
-) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Replace `_count_rows`: every rank's experts get the same number of rows."""
-    rows = list(map(len, chosen.tensor_split(group.size())))
-    return chosen.new_ones(group.size() * num_experts), rows, rows
+    rows: torch.Tensor, _sends: object, _receives: object, group: ProcessGroup
+) -> torch.Tensor:
+    """Replace `all_to_all`: every rank's experts get the same number of rows."""
+    parts = list(map(len, rows.tensor_split(group.size())))
+    return all_to_all(rows, parts, parts, group)
 
 
 class _Pixels:

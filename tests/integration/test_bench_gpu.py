@@ -26,7 +26,8 @@ PRESENT = set(
 )
 CARRIED = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "blake3"}
 # what huggingface_hub and transformers import where it is installed
-OPTIONAL = {"dill", "h2", "hpack", "httpcore2", "httpx2", "hyperframe", "torchvision", "truststore"}
+OPTIONAL = {"dill", "h2", "hpack", "httpcore2", "httpx2", "hyperframe", "socksio", "torchvision"}
+OPTIONAL |= {"truststore"}
 REPORT_IMPORTS = """
 import json, sys
 class Absent:

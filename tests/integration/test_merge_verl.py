@@ -219,7 +219,7 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         (_edit("huggingface/config.json", hidden_size="x"), "a config.json that transformers"),
         (
             lambda actor: (actor / "huggingface/config.json").write_text("{"),
-            r"config\.json in \S+ cannot be read",
+            r"huggingface/config\.json cannot be read",
         ),
         (lambda actor: shutil.rmtree(actor / "huggingface"), r"lacks huggingface/config\.json"),
     ],
