@@ -87,12 +87,12 @@ def print_memory(plan: MemoryPlan) -> None:
     for load in plan.loads:
         print_table(_load_table(plan, load))
     engine, disk = plan.engine, plan.disk
-    held = "as many" if engine.cache is None else f"{engine.num_sequences:,}"
+    held = "a number unknown here" if engine.cache is None else f"{engine.num_sequences:,}"
     lines = [
         f"model: {plan.num_parameters:,} parameters{_describe_tower(plan)}",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
         f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
-        f"{held} sequences of that length, and rollout.max_num_seqs={engine.most_sequences}",
+        f"{held} of such sequences, and rollout.max_num_seqs={engine.most_sequences}",
         f"host memory for offloaded state and routing: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo_core.config.compat import Compat
@@ -84,6 +84,17 @@ class CustomRewardConfig(Section):
         "More keyword arguments of the function, such as {url: http://judge:8000/v1}. They are "
         "recorded; secrets belong in environment variables.",
     )
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_have_names(cls, arguments: JsonObject) -> JsonObject:
+        for name in arguments:
+            if not name.isidentifier():
+                raise ValueError(
+                    f"custom_reward.arguments: {name!r} is not the name of an argument; YAML needs "
+                    "a space after a colon, as in {bonus: 2}"
+                )
+        return arguments
 
 
 class CheckpointConfig(Section):

@@ -82,7 +82,7 @@ def _require_parameters(
         raise ConfigError(
             f"{function.name}({ast.unparse(signature)}) in {path} cannot be called as "
             f"{function.name}({', '.join(f'{parameter}=...' for parameter in parameters)}); rename "
-            "its parameters"
+            "its parameters, or the arguments that the recipe adds"
         )
 
 

@@ -192,7 +192,9 @@ def simulate_recipe(
         fastest = max(found, key=lambda one: one.found.tokens_per_second)
         if fastest.found.tokens_per_second > LEAST_GAIN * best.found.tokens_per_second:
             best = fastest
-    return Simulation(tuple(found), best, basis.about(config.sampler.dynamic))
+    about = basis.about(config.sampler.dynamic)
+    about += [f"the recipe does not fit: {shortage}" for shortage in plan_of(config).shortages]
+    return Simulation(tuple(found), best, about)
 
 
 def advice(config: ChainConfig, model: Path, metrics: Path) -> str:
@@ -302,9 +304,8 @@ def basis_of(config: ChainConfig, source: str | None, mean_tokens: float | None)
     shape = shape_of(model_config(config.model))
     if source is None:
         workload = assumed_workload(config, mean_tokens)
-        return Basis(
-            shape, workload, {}, None, "assumed, from published lengths and the devices' rates"
-        )
+        assumed = "assumed, from published lengths and the devices' rates; --from RUN takes a run's"
+        return Basis(shape, workload, {}, None, assumed)
     ran_with, steps = _read(config, source)
     measured = measure(ran_with, steps)
     if measured is None:

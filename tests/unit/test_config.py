@@ -243,6 +243,10 @@ def test_model_references_are_validated() -> None:
             r"would copy every activation .*; set train\.gradient_checkpointing=true",
         ),
         (
+            ["custom_reward.path=score.py", "custom_reward.arguments={bonus:2}"],
+            r"'bonus:2' is not the name of an argument; YAML needs a space .* \{bonus: 2\}",
+        ),
+        (
             ["custom_reward.name=mine"],
             r"custom_reward\.name=mine would be ignored without custom_reward\.path",
         ),

@@ -183,6 +183,9 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
     elsewhere = load_config(CONFIGS / "dapo_qwen3_8b_math.yaml", ["train.device_model=null"])
     with pytest.raises(ConfigError, match=r"set train\.device_model to one of Atlas 800T A2"):
         simulate_recipe(elsewhere)
+    large = load_config(CONFIGS / "dapo_qwen3_8b_one_gpu.yaml", ["train.device_model=L4"])
+    found = simulate_recipe(large, num_steps=2)
+    assert "the recipe does not fit: a device needs" in found.about[-1]
 
 
 def test_times_of_another_engine_are_refused(tmp_path: Path) -> None:
