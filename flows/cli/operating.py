@@ -76,8 +76,9 @@ def up(
     host: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on; default: 127.0.0.1. Others need a password in "
-            "PREFECT_API_AUTH_STRING."
+            help="Address to listen on; default: 127.0.0.1. For other machines, this machine's own "
+            "address; 0.0.0.0 listens at all, and the UI calls the host name. Both need a password "
+            "in PREFECT_API_AUTH_STRING."
         ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
@@ -97,6 +98,13 @@ def up(
         is_found = not store_option(store)  # by Prefect's start-up plugin
         first = "Outside this directory, first" if is_found else "First"
         export = f"{first}: export PREFECT_API_URL={url}\n"
+        if (named := f"{page_url}/api") != url:  # it listens at all addresses
+            export += (
+                f"Other machines: export PREFECT_API_URL={named}\n"
+                f"                The UI calls {named} too. If they cannot resolve that name:\n"
+                f"                {services.command('down')}, then "
+                f"{services.command('up --host ADDRESS')} with this machine's address\n"
+            )
     logs = [each.log for each in (services.server, services.worker) if each.is_running]
     typer.echo(
         f"Prefect UI:     {page_url}\n"

@@ -25,6 +25,7 @@ from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_setting
 from dapo_core.errors import ConfigError
 from durable import LockHeld, locked
 from flows import services
+from flows.cli import operating
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import (
@@ -114,6 +115,21 @@ def test_a_server_reachable_from_other_machines_needs_a_password_that_is_not_sto
     ):
         services._start_server(place, None, None, None)  # the last host needs the password again
     services._start_server(place, "127.0.0.1", None, None)
+
+
+def test_up_names_an_address_for_other_machines(
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
+    monkeypatch.setattr(platform, "node", lambda: "vm")
+    monkeypatch.setattr(operating, "bring_up", lambda *_, **__: place.api_url)
+    for host, num_named in {"0.0.0.0": 2, "192.0.2.7": 0}.items():
+        services._start_server(place, host, 4200, None)
+        operating.up(None, None, host, tmp_path)
+        assert capsys.readouterr().out.count("http://vm:4200/api") == num_named
 
 
 def test_without_a_password_only_the_servers_own_pages_can_use_the_api(
