@@ -52,6 +52,7 @@ def run_dapo(
     page = PageLines(run.config.flow.log_lines_per_minute, log_path)
 
     def forward(line: str) -> None:
+        run.record_time()
         line = redact(line)
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})

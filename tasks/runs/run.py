@@ -31,6 +31,8 @@ from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_p
 
 logger = logging.getLogger(__name__)
 
+RECORD_SECONDS = 10.0  # at most between records of a run whose stages write lines
+
 current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # read by log formatters
 
 
@@ -55,6 +57,7 @@ class Run:
     environment: list[dict[str, str]] = field(default_factory=list)  # as `recorded` returns it
     started_at: float = field(default_factory=time.time)
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
+    recorded_at: float = 0.0
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @staticmethod
@@ -150,8 +153,17 @@ class Run:
         link.symlink_to(os.path.relpath(artifact.path, self.folder))
         self.record()
 
+    def record_time(self) -> None:
+        """Update the duration in run.json, which is all that remains of it after a kill."""
+        if time.time() - self.recorded_at >= RECORD_SECONDS:
+            try:
+                self.record()
+            except OSError as error:  # the stage may still end well
+                logger.warning("the run's duration could not be recorded: %s", error)
+
     def record(self, **outcome: Any) -> None:
         """Update run.json, with the fields of `outcome` added."""
+        self.recorded_at = time.time()
         self.outcome |= redacted(outcome)
         record = {
             "name": self.config.run.name,
@@ -160,7 +172,7 @@ class Run:
             "host": platform.node(),
             "pid": os.getpid(),
             "started_at": self.started_at,
-            "seconds": time.time() - self.started_at,
+            "seconds": self.recorded_at - self.started_at,
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
             "environment": self.environment,
             **self.outcome,

@@ -16,6 +16,8 @@ from durable import is_locked, locked
 from eval.results.rows import ResultsError
 from flows.cli import app
 from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.stage_key import StageKey
+from tasks.execution.command import run_dapo
 from tasks.runs.history import (
     artifact_of,
     changed_keys,
@@ -157,6 +159,20 @@ def test_a_run_without_its_process_is_interrupted(tmp_path: Path) -> None:
         assert run.seconds != 5.0  # counted up to this moment
     [run] = read_runs(tmp_path)
     assert run.state == "interrupted"
+
+
+def test_a_killed_run_took_until_the_last_line_of_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.start(small_config(tmp_path))
+    run.started_at, run.recorded_at = run.started_at - 187, run.recorded_at - 187
+    said = "tasks.execution.command.run_command"
+    monkeypatch.setattr(said, lambda *_, on_line, **__: on_line("step:1"))
+    run_dapo([], run, StageKey("probe", {}, {}, "c", {}))
+    run.lock.close()  # as by kill -9
+    [found] = read_runs(tmp_path)
+    assert found.state == "interrupted"
+    assert 187 <= found.seconds < 247
 
 
 def test_unreadable_run_records_are_logged_and_skipped(
