@@ -20,6 +20,7 @@ from tasks.stages import BY_COMMAND
 
 if TYPE_CHECKING:
     from flows.config import Config
+    from tasks.preflight.finding import Findings
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,18 @@ def init(
     path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path), is_sampled=is_tried)
     print_findings([one for one in findings if one.status != OK or one.check == "sampling"])
+    typer.echo(f"wrote {path}{_what_next(path, findings)}")
+
+
+def _what_next(path: Path, findings: Findings) -> str:
     typed = shlex.quote(str(path))
-    typer.echo(f"wrote {path}; next: dapo plan {typed}, then dapo run {typed}")
+    if failed := ", ".join(dict.fromkeys(one.check for one in findings.failed)):
+        return (
+            f" for this machine, but its plan fails: {failed}, above. Change what the rows name "
+            f"until dapo plan {typed} passes; for another machine, run dapo init there, or start "
+            "from a recipe in configs/"
+        )
+    return f"; next: dapo plan {typed}, then dapo run {typed}"
 
 
 @app.command(

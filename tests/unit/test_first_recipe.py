@@ -11,14 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.machine import device
 from dapo_core.memory.devices import GIB, find_device
 from eval.problems import ProblemsError
+from flows.cli import app
 from flows.config import Config, load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.preflight.finding import OK, WARN, Findings, PreflightError
+from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, PreflightError
 from tasks.preflight.memory import check_memory
 from tasks.preflight.run import examine
 from tasks.recipes.first_data import data_set, parse_columns
@@ -63,6 +65,15 @@ def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -
     assert [len(part) for part in parts] == [32, 8]
     questions = [{row["Question"] for row in part} for part in parts]
     assert questions[0].isdisjoint(questions[1])
+
+
+def test_init_says_that_its_plan_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Findings([Finding("memory", FAIL, "95 of 61 GiB", "set train.offload")])
+    monkeypatch.setattr("tasks.preflight.run.examine", lambda *_, **__: failed)
+    words = ["init", "own.yaml", "--model", "models/small", "--data", "data/questions.csv"]
+    said = CliRunner().invoke(app, words).output
+    assert "wrote own.yaml for this machine, but its plan fails: memory, above." in said
+    assert "next: " not in said
 
 
 def test_local_files_and_models_need_no_network(
