@@ -412,8 +412,9 @@ def _import_torch_npu() -> Any:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"train.device=npu, but torch_npu cannot be imported: {error}; install "
-            "requirements/npu and source CANN's set_env.sh, or set train.device=cpu"
+            f"train.device=npu, but torch_npu cannot be imported: {error}; source CANN's "
+            "set_env.sh and run `make npu`, which installs requirements/npu-newest.txt, or set "
+            "train.device=cpu"
         ) from None
 
 
