@@ -6,15 +6,22 @@ engine processes import this module again, so its first lines apply to them too.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
+import urllib.request
+from http.client import HTTPException
 
 from dapo_core.engines.vllm_warnings import hide_expected_warnings
-from dapo_core.machine.environment import SOCKETS_VARIABLE
+from dapo_core.machine.environment import READY_VARIABLE, SOCKETS_VARIABLE
 from heartbeat import heartbeat, print_to
+
+POLL_SECONDS = 0.5
 
 hide_expected_warnings()
 if _folder := os.environ.get(SOCKETS_VARIABLE):
@@ -22,6 +29,16 @@ if _folder := os.environ.get(SOCKETS_VARIABLE):
     _compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled)
     tempfile.tempdir = _folder
+
+
+def announce(url: str, line: str) -> None:
+    """Write the line once the server at the URL is healthy."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        time.sleep(POLL_SECONDS)
+        with contextlib.suppress(OSError, HTTPException), direct.open(f"{url}/health", timeout=30):
+            sys.stderr.write(f"{line}\n")
+            return
 
 
 def main() -> None:
@@ -39,6 +56,9 @@ def main() -> None:
     importlib.metadata.version = version
     sys.argv[0] = "vllm"
     print_to(sys.stderr)
+    if ready := os.environ.pop(READY_VARIABLE, ""):
+        url, _, line = ready.partition(" ")
+        threading.Thread(target=announce, args=(url, line), daemon=True).start()
     with heartbeat(lambda: "loading vLLM"):
         import vllm.entrypoints.cli.serve  # noqa: F401
         from vllm.entrypoints.cli.main import main as vllm_main

@@ -25,6 +25,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS start
 # avoids sending weights to another process
 VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # folder of a vLLM server's sockets
+READY_VARIABLE = "DAPO_SERVER_READY"  # URL of a vLLM server, and the line to print once it answers
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}  # rollout.batch_invariant
 # else vLLM requires a NUMA node per part

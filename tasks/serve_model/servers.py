@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import httpx
 
-from dapo_core.machine.environment import SOCKETS_VARIABLE
+from dapo_core.machine.environment import READY_VARIABLE, SOCKETS_VARIABLE
 from dapo_core.model.folder import read_config, weight_paths
 from dapo_core.model.lora import full_model
 from eval import EvaluationError
@@ -108,7 +108,10 @@ def serve_model(
 def serve_until_interrupted(
     model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]
 ) -> NoReturn:
-    """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged."""
+    """Replace this process by a server. Without VLLM_API_KEY a new key is generated and logged.
+
+    The server prints how to evaluate it once it is healthy.
+    """
     require_servable(model_path, settings, environment, key="MODEL")
     settings = on_this_device(settings, read_config(full_model(model_path)))
     api_key = environment.get(API_KEY_VARIABLE)
@@ -117,11 +120,16 @@ def serve_until_interrupted(
         logger.info(
             "%s=%s  # generated for this server; set your own to keep it", API_KEY_VARIABLE, api_key
         )
-    command = serve_command(model_path, settings, choose_port(settings))
+    port = choose_port(settings)
+    command, url = serve_command(model_path, settings, port), base_url(settings.host, port)
     place = serve_environment(settings, environment)
     logger.info("%s", shell_line(command, place))
     sockets = new_socket_folder()  # the server removes it
     own = {API_KEY_VARIABLE: api_key, SOCKETS_VARIABLE: sockets.name}
+    own[READY_VARIABLE] = (
+        f"{url} ready: {SERVED_NAME} at {url}; with its {API_KEY_VARIABLE} in another terminal: "
+        f"dapo eval --base-url {url} --dataset math500 --output results"
+    )
     os.execvpe(command[0], command, {**environment, **place, **own})
 
 

@@ -5,6 +5,8 @@ import os
 import shlex
 import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from pydantic import ValidationError
 
 from dapo_core.config.fields import result_values
+from dapo_core.engines import vllm_command
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.machine.device import device_for
+from dapo_core.machine.environment import READY_VARIABLE
 from tasks.config.serve import ServeConfig
 from tasks.serve_model import command as serving
 from tasks.serve_model.checks import longest_sequence, require_servable
@@ -27,7 +31,7 @@ from tasks.serve_model.command import (
     vllm_device,
 )
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
-from tasks.serve_model.servers import startup_limit
+from tasks.serve_model.servers import serve_until_interrupted, startup_limit
 from tests.tiny_models import build_adapter, build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -173,6 +177,36 @@ def test_a_server_url_matches_its_bind_address() -> None:
         "2001:db8::7": "http://[2001:db8::7]:80",
     }
     assert {host: base_url(host, 80) for host in urls} == urls
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that is healthy from its third request on."""
+
+    num_asked = 0
+
+    def do_GET(self) -> None:
+        Healthy.num_asked += 1
+        self.send_response(200 if self.path == "/health" and Healthy.num_asked > 2 else 503)
+        self.end_headers()
+
+
+def test_a_typed_server_says_how_to_evaluate_it_once_it_is_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place: dict[str, str] = {}
+    monkeypatch.setattr(os, "execvpe", lambda *words: place.update(words[-1]))
+    monkeypatch.setattr(vllm_command, "POLL_SECONDS", 0.0)
+    settings = ServeConfig(max_model_len=64)
+    serve_until_interrupted(build_tiny_qwen3(tmp_path), settings, {"VLLM_API_KEY": "k"})
+    url, _, line = place[READY_VARIABLE].partition(" ")
+    with ThreadingHTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), Healthy) as server:
+        threading.Thread(target=server.serve_forever).start()
+        vllm_command.announce(url, line)
+        server.shutdown()
+    assert Healthy.num_asked == 3
+    assert f"{line}\n" in capsys.readouterr().err
+    assert line.startswith(f"ready: policy at {url}; ")
+    assert f"dapo eval --base-url {url} " in line
 
 
 def test_an_unavailable_port_names_the_key() -> None:
