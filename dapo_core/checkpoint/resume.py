@@ -24,7 +24,7 @@ from dapo_core.checkpoint.folder import (
 from dapo_core.checkpoint.identity import refuse_other_training
 from dapo_core.checkpoint.recorded import DRAWS
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
-from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.errors import CheckpointError, ConfigError, counted
 from dapo_core.metrics.log import METRICS_FILE, MetricsLog
 from dapo_core.metrics.step_files import GENERATIONS, ROLLOUTS
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
@@ -137,8 +137,8 @@ def _set_aside_after(checkpoint: Path) -> None:
         path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}"))
     if damaged:
         write_atomically(checkpoint.parent / LATEST_FILE, f"{checkpoint.name}\n")
-        message = "continuing from %s; set aside %d damaged checkpoints"
-        logger.warning(message, checkpoint.name, len(damaged))
+        aside = counted(len(damaged), "damaged checkpoint")
+        logger.warning("continuing from %s; set aside %s", checkpoint.name, aside)
 
 
 def _newest_intact(folder: Path, on_damage: OnDamage, verify: Verify) -> Path | None:

@@ -71,8 +71,8 @@ def merge_checkpoint(
     writing it, and ModelError if transformers cannot build the model.
     """
     target = target.absolute()  # "." has no name
-    _require_empty(target)
     source = open_source(sources, checkpoint, base)
+    _require_empty(target)
     if isinstance(source, HuggingFaceSource):
         source.require_finite()
     model = empty_causal_lm(source.model_files)

@@ -142,7 +142,7 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     ):
         find_start(folder, "auto", "stop")
     assert find_start(folder, "auto", "previous") == folder / "step_000010"
-    assert "continuing from step_000010; set aside 1 damaged checkpoints" in caplog.text
+    assert "continuing from step_000010; set aside 1 damaged checkpoint\n" in caplog.text
     assert (folder / LATEST_FILE).read_text() == "step_000010\n"
     assert find_start(folder, "auto", "stop") == folder / "step_000010"
     (aside,) = folder.glob("step_000015.*.damaged")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dapo_core.errors import CheckpointError
 from dapo_core.machine.digests import CHUNK_BYTES, digest_of, file_digest
+from dapo_core.merge.run import merge_checkpoint
 from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.merge.verification import require_on_disk
 from dapo_core.merge.writer import (
@@ -228,3 +229,9 @@ def test_a_corrupt_write_is_detected_when_read_back(tmp_path: Path, source: OnDi
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors on disk differs from what was"):
         require_on_disk(tmp_path, parts)
+
+
+def test_a_missing_source_is_named_before_a_target_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="nope has no complete checkpoint"):
+        merge_checkpoint([tmp_path / "nope"], tmp_path)
