@@ -27,6 +27,7 @@ _WORDS = {
     bool: "true or false",
     type(None): "null",
 }
+_NAMES_AND_VALUES = "names and values"
 _SIGNS = {
     **{"ge": ">=", "gt": ">", "le": "<=", "lt": "<"},
     **{"min_length": "length >=", "max_length": "length <="},
@@ -61,16 +62,30 @@ class Key:
 
 
 def explain(name: str) -> list[Key]:
-    """Return that key, or all keys of a section; raises ConfigError with a suggestion."""
+    """Return that key of ours, or all of a section; raises ConfigError with a suggestion."""
     keys = all_keys()
     found = [key for key in keys.values() if key.name == name or key.name.startswith(f"{name}.")]
     if not found:
+        holders = [key for key in keys.values() if key.values.startswith(_NAMES_AND_VALUES)]
+        found = [key for key in holders if name.startswith(f"{key.name}.")]
+    if not found:
         found = [key for key in keys.values() if key.name.endswith(f".{name}")]
     if not found:
-        from interop.foreign import key_of
-
-        raise ConfigError(f"unknown key {key_of(name) or name + nearest(Config, name)}")
+        raise ConfigError(f"unknown key {name}{nearest(Config, name)}")
     return found
+
+
+def explanation(name: str) -> list[str]:
+    """Return the lines that explain a key, or what takes the place of another trainer's."""
+    from interop.foreign import key_of
+
+    try:
+        said, keys = [], explain(name)
+    except ConfigError:
+        if (foreign := key_of(name)) is None:
+            raise
+        said, keys = [foreign[0]], [key for one in foreign[1] for key in explain(one)]
+    return [*said, *(line for key in keys for line in key.lines())]
 
 
 def all_keys() -> dict[str, Key]:
@@ -154,7 +169,7 @@ def _values(annotation: Any) -> str:
             return "a set, or a list of sets"
         return f"a list of {_values(parts[0])}"
     if origin is dict:
-        return "names and values"
+        return _NAMES_AND_VALUES
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

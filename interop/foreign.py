@@ -34,12 +34,13 @@ def instead_of(typed: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def key_of(name: str) -> str | None:
-    """Return a sentence on our equivalent of another trainer's key; None for an unknown key."""
+def key_of(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return a sentence on another trainer's key, and our keys for it; None for an unknown key."""
     for trainer in TRAINERS:
         if (row := _row(load(trainer), name)) is not None:
             whose = f"{name} is {_TITLES[trainer]}'s"
-            return f"{whose}; here {_keys(row)}" if row.ours else f"{whose}: {row.reason}"
+            said = f"{whose}; here {_keys(row)}" if row.ours else f"{whose}: {row.reason}"
+            return said, row.ours
     return None
 
 

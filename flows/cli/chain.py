@@ -472,19 +472,18 @@ def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
 def config_explain(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="section.key, just the key, or a section; repeatable."),
+        typer.Argument(metavar="KEY", help="section.key, just the key, a section, or verl's key."),
     ] = None,
     is_page: Annotated[
         bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")
     ] = False,
 ) -> None:
     """Explain keys: meaning, default, bounds, and the stages that a change reruns."""
-    from flows.keys import explain, keys_page
+    from flows.keys import explanation, keys_page
 
     if bool(names) == is_page:
         raise typer.BadParameter("give at least one key, or --page for all", param_hint="KEY")
     if is_page:
         typer.echo(keys_page(), nl=False)
     for name in names or ():
-        for key in explain(name):
-            typer.echo("\n".join(key.lines()))
+        typer.echo("\n".join(explanation(name)))
