@@ -221,7 +221,8 @@ class Accelerator(Device):
             self.require()
         except ConfigError:
             return None
-        return int(self.module().mem_get_info(0)[1])
+        # mem_get_info would leave a CUDA context of half a GiB in this process
+        return int(self.module().get_device_properties(0).total_memory)
 
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
         for name in self.allocator_variables if is_shared else ():

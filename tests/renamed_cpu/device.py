@@ -148,6 +148,7 @@ def _module() -> types.ModuleType:
         get_rng_state=lambda _="npu": torch.random.get_rng_state(),
         set_rng_state=lambda state, _="npu": torch.random.set_rng_state(state),
         mem_get_info=lambda _=0: (48 * 1024**3, 64 * 1024**3),
+        get_device_properties=lambda _: types.SimpleNamespace(total_memory=64 * 1024**3),
         max_memory_allocated=lambda: 3 * 1024**3,
         max_memory_reserved=lambda: 4 * 1024**3,
         reset_peak_memory_stats=lambda: None,
