@@ -87,12 +87,14 @@ def print_memory(plan: MemoryPlan) -> None:
     for load in plan.loads:
         print_table(_load_table(plan, load))
     engine, disk = plan.engine, plan.disk
-    held = "a number unknown here" if engine.cache is None else f"{engine.num_sequences:,}"
+    held = "unknown, as is the device's memory"
+    if engine.cache is not None:
+        held = f"{engine.num_sequences:,}"
     lines = [
         f"model: {plan.num_parameters:,} parameters{_describe_tower(plan)}",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
-        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold "
-        f"{held} of such sequences, and rollout.max_num_seqs={engine.most_sequences}",
+        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; such sequences that "
+        f"an engine can hold: {held}; rollout.max_num_seqs={engine.most_sequences}",
         f"host memory for offloaded state and routing: at most {plan.host_bytes / GIB:.1f} GiB",
         f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged "

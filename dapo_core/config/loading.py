@@ -264,7 +264,7 @@ def nearest(root: type[BaseModel], name: str) -> str:
     leaves = [key.rsplit(".", 1)[-1] for key in keys]
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
     if not close or leaf in leaves:
-        [*matches] = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        matches = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
         close = [key for key, found in zip(keys, leaves, strict=True) if found in matches]
     if close:
         return f" (did you mean {' or '.join(close)}?)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.machine.device import device_for
 from dapo_core.memory.devices import GIB
@@ -67,9 +67,8 @@ def engine_memory(
     stages = rollout.pipeline_parallel
     token_bytes = shape.token_elements(parts, stages) * cache_item
     least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
-    step_tokens = CPU_STEP_TOKENS
-    if is_vllm:
-        step_tokens = int(rollout.engine_args.get("max_num_batched_tokens", least))  # type: ignore[arg-type]
+    given: Any = rollout.engine_args.get("max_num_batched_tokens", least)
+    step_tokens: int = given if is_vllm else CPU_STEP_TOKENS
     activations = step_tokens * item * (4 * shape.hidden + 3 * shape.mlp_width // parts)
     if shape.tower is not None:
         image_tokens = max(step_tokens, 0 if is_cpu else IMAGE_TOKENS)
